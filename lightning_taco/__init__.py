@@ -1,0 +1,3 @@
+"""Compressed tensor-parallel training for PyTorch Lightning and Fabric."""
+
+__version__ = "0.1.0"
