@@ -1,0 +1,190 @@
+"""Tensor to ``uint8`` message and back: `encode`, `decode`, `decode_sum` and `requantize`.
+
+CUDA tensors go through the fused Triton kernels (one launch each), all others, and CUDA without triton, through the
+torch reference. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_taco import _compat
+from lightning_taco.codec import reference
+from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.config import CodecConfig
+
+__all__ = ["MessageLayout", "decode", "decode_sum", "encode", "requantize"]
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> Tensor:
+    """Encode each row of `values` into a message of its own.
+
+    Args:
+        values: bf16, fp16 or fp32, ``[R, N]``; one message per row, one row per destination.
+        codec: how; its `element` may not be ``"auto"``.
+        out: ``uint8 [R, message_bytes]``, contiguous, to write to.
+
+    Returns:
+        ``uint8 [R, message_bytes]``, with `message_bytes` as in `MessageLayout`.
+
+    Raises:
+        TypeError: for another dtype, or an element that is still ``"auto"``.
+        ValueError: for a tensor that is not 2-D.
+
+    Cost: reads the values once, writes the message once; one launch.
+
+    Source: TACO, arXiv 2604.24088, section 4; differences in `codec.reference`.
+
+    Example:
+        >>> codec = CodecConfig(element="int8", block_size=32)
+        >>> message = encode(torch.ones(1, 40), codec)
+        >>> message.shape, decode(message, codec, 40, torch.float32).eq(1).all().item()
+        (torch.Size([1, 80]), True)
+    """
+    _require_values(values, codec)
+    layout = MessageLayout.of(values.shape[1], codec)
+    if not _uses_triton(values):
+        messages = reference.encode_reference(values, codec)
+        return messages if out is None else out.copy_(messages)
+    from lightning_taco.codec import kernels
+
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    if out is None:
+        out = values.new_empty(values.shape[0], layout.message_bytes, dtype=torch.uint8)
+    return kernels.encode_triton(values, codec, out)
+
+
+def decode(
+    messages: Tensor, codec: CodecConfig, num_values: int, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
+    """Decode each row of `messages`.
+
+    Args:
+        messages: ``uint8 [R, message_bytes]``, contiguous.
+        codec: the one that encoded them.
+        num_values: N, values in each message.
+        dtype: bf16, fp16 or fp32; sums and scales are fp32 whatever it is.
+        out: ``[R, N]`` of `dtype` with contiguous rows, to write to.
+
+    Returns:
+        ``[R, N]`` of `dtype`. A block that held a NaN or an Inf is NaN.
+
+    Raises:
+        ValueError: for messages whose size does not fit `num_values` and `codec`.
+
+    Cost: reads the messages once, writes the values once; one launch.
+    """
+    _require_messages(messages, codec, num_values)
+    if not _uses_triton(messages):
+        values = reference.decode_reference(messages, codec, num_values, dtype)
+        return values if out is None else out.copy_(values)
+    from lightning_taco.codec import kernels
+
+    if out is None:
+        out = messages.new_empty(messages.shape[0], num_values, dtype=dtype)
+    return kernels.decode_triton(messages, codec, out)
+
+
+def decode_sum(
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    dtype: torch.dtype,
+    *,
+    average: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode the rows of `messages` and add them in fp32, in row order.
+
+    Args:
+        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order.
+        codec: the one that encoded them.
+        num_values: N, values in each message.
+        dtype: of the result.
+        average: divide the sum by S, in fp32, before it is rounded to `dtype`.
+        out: ``[N]`` of `dtype`, contiguous, to write to.
+
+    Returns:
+        ``[N]`` of `dtype`.
+
+    Raises:
+        ValueError: for messages whose size does not fit `num_values` and `codec`.
+
+    Cost: reads the S messages once, writes N values once; one rotation; one launch.
+    """
+    _require_messages(messages, codec, num_values)
+    if not _uses_triton(messages):
+        total = reference.decode_sum_reference(messages, codec, num_values, dtype, average=average)
+        return total if out is None else out.copy_(total)
+    from lightning_taco.codec import kernels
+
+    if out is None:
+        out = messages.new_empty(num_values, dtype=dtype)
+    kernels.decode_triton(
+        messages, codec, out.view(1, num_values), num_sources=messages.shape[0], average=average
+    )
+    return out
+
+
+def requantize(
+    messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """The message of the sum of `messages`: decode, add in fp32 in row order, quantise; all in the rotated domain.
+
+    Args:
+        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order.
+        codec: the one that encoded them, and that encodes the sum.
+        num_values: N, values in each message.
+        average: divide the sum by S, in fp32.
+        out: ``uint8 [1, message_bytes]`` to write to.
+
+    Returns:
+        ``uint8 [1, message_bytes]``.
+
+    Raises:
+        ValueError: for messages whose size does not fit `num_values` and `codec`.
+
+    Cost: reads the S messages once, writes one; no rotation; one launch.
+
+    Source: the middle step of TACO's two-shot all-reduce; the rotation is linear and common to all ranks, so the sum
+    may stay rotated, which saves the paper's inverse and second rotation.
+    """
+    _require_messages(messages, codec, num_values)
+    if not _uses_triton(messages):
+        message = reference.requantize_reference(messages, codec, num_values, average=average)
+        return message if out is None else out.copy_(message)
+    from lightning_taco.codec import kernels
+
+    if out is None:
+        out = messages.new_empty(1, messages.shape[1])
+    return kernels.requantize_triton(messages, codec, num_values, out, average=average)
+
+
+def _uses_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _compat.has_triton()
+
+
+def _require_values(values: Tensor, codec: CodecConfig) -> None:
+    if codec.element == "auto":
+        raise TypeError(
+            "the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8')."
+        )
+    if values.dtype not in VALUE_DTYPES:
+        raise TypeError(f"values have dtype {values.dtype}; bfloat16, float16 or float32 is needed.")
+    if values.dim() != 2:
+        raise ValueError(
+            f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message."
+        )
+
+
+def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
+    message_bytes = MessageLayout.of(num_values, codec).message_bytes
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
+        raise ValueError(
+            f"messages have shape {tuple(messages.shape)} and dtype {messages.dtype}; {num_values} values in "
+            f"{codec} need uint8 [rows, {message_bytes}]."
+        )
