@@ -7,10 +7,15 @@ import re
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 13)
 FP8_CAPABILITY = (8, 9)
+
+
+# torch 2.13 renamed it and warns at each call of the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def torch_version() -> tuple[int, int]:

@@ -106,29 +106,19 @@ class CompressionConfig:
         for name in ("forward", "backward"):
             codec = getattr(self, name)
             if codec is not None and not isinstance(codec, CodecConfig):
-                raise ValueError(
-                    f"{name}={codec!r} is neither a CodecConfig nor None; use {name}=CodecConfig(...)."
-                )
+                raise ValueError(f"{name}={codec!r} is neither a CodecConfig nor None; use {name}=CodecConfig(...).")
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise ValueError(
-                f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up."
-            )
+            raise ValueError(f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up.")
         if isinstance(self.exclude, str):
-            raise ValueError(
-                f"exclude={self.exclude!r} is one string; use a list of patterns, [{self.exclude!r}]."
-            )
+            raise ValueError(f"exclude={self.exclude!r} is one string; use a list of patterns, [{self.exclude!r}].")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         object.__setattr__(self, "recipes", dict(self.recipes))
         for pattern, recipe in self.recipes.items():
             if recipe not in RECIPE_NAMES:
-                raise ValueError(
-                    f"recipes[{pattern!r}]={recipe!r} is unknown; use one of {_listed(RECIPE_NAMES)}."
-                )
+                raise ValueError(f"recipes[{pattern!r}]={recipe!r} is unknown; use one of {_listed(RECIPE_NAMES)}.")
 
     def __hash__(self) -> int:
-        return hash(
-            (self.forward, self.backward, self.min_bytes, tuple(self.exclude), tuple(self.recipes.items()))
-        )
+        return hash((self.forward, self.backward, self.min_bytes, tuple(self.exclude), tuple(self.recipes.items())))
 
     def codec_for(self, site: str, direction: Literal["forward", "backward"]) -> CodecConfig | None:
         """The codec for exchanges of module `site` in `direction`; ``None`` where they go as they are.
@@ -148,9 +138,7 @@ class CompressionConfig:
         """Whether nothing could ever be compressed under these settings."""
         codecs = [self.forward, self.backward]
         codecs += [
-            getattr(RECIPES[name], key, None)
-            for name in self.recipes.values()
-            for key in ("forward", "backward")
+            getattr(RECIPES[name], key, None) for name in self.recipes.values() for key in ("forward", "backward")
         ]
         return all(codec is None for codec in codecs)
 

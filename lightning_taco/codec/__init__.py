@@ -124,9 +124,7 @@ def decode_sum(
 
     if out is None:
         out = messages.new_empty(num_values, dtype=dtype)
-    kernels.decode_triton(
-        messages, codec, out.view(1, num_values), num_sources=messages.shape[0], average=average
-    )
+    kernels.decode_triton(messages, codec, out.view(1, num_values), num_sources=messages.shape[0], average=average)
     return out
 
 
@@ -170,15 +168,11 @@ def _uses_triton(tensor: Tensor) -> bool:
 
 def _require_values(values: Tensor, codec: CodecConfig) -> None:
     if codec.element == "auto":
-        raise TypeError(
-            "the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8')."
-        )
+        raise TypeError("the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8').")
     if values.dtype not in VALUE_DTYPES:
         raise TypeError(f"values have dtype {values.dtype}; bfloat16, float16 or float32 is needed.")
     if values.dim() != 2:
-        raise ValueError(
-            f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message."
-        )
+        raise ValueError(f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message.")
 
 
 def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:

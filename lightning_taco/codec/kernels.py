@@ -120,9 +120,7 @@ def _from_code(code, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _alpha(mean_energy, CODE_MAX_: tl.constexpr):
-    alpha = tl.div_rn(
-        tl.full(mean_energy.shape, CODE_MAX_, tl.float32), tl.sqrt_rn(mean_energy + _ALPHA_EPSILON)
-    )
+    alpha = tl.div_rn(tl.full(mean_energy.shape, CODE_MAX_, tl.float32), tl.sqrt_rn(mean_energy + _ALPHA_EPSILON))
     return tl.minimum(tl.maximum(alpha, _ALPHA_MIN), _ALPHA_MAX)
 
 
@@ -248,9 +246,7 @@ def encode_kernel(
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(values_ptr + row * row_stride + offsets, mask=offsets < num_values, other=0.0).to(
-        tl.float32
-    )
+    values = tl.load(values_ptr + row * row_stride + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
     alpha = tl.full([TILE, 1], 1.0, tl.float32)
     if DUAL:
         alpha = _alpha(_pairwise_sum(values * values, TILE, BLOCK, LOG2_BLOCK) * (1.0 / BLOCK), CODE_MAX_)

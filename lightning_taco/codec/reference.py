@@ -67,9 +67,7 @@ def encode_reference(values: Tensor, codec: CodecConfig) -> Tensor:
     """
     num_rows, num_values = values.shape
     layout = MessageLayout.of(num_values, codec)
-    padded = torch.zeros(
-        num_rows, layout.num_blocks * codec.block_size, dtype=torch.float32, device=values.device
-    )
+    padded = torch.zeros(num_rows, layout.num_blocks * codec.block_size, dtype=torch.float32, device=values.device)
     padded[:, :num_values] = values
     blocks = padded.view(num_rows, layout.num_blocks, codec.block_size)
     alpha = None
@@ -95,9 +93,7 @@ def decode_sum_reference(
     return _leave_rotated_domain(total, codec, num_values).to(dtype)[0]
 
 
-def requantize_reference(
-    messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False
-) -> Tensor:
+def requantize_reference(messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False) -> Tensor:
     """The message of the sum of `messages`: decode, add and quantise again without leaving the rotated domain.
 
     Args:
@@ -152,9 +148,7 @@ def _pack(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: Co
     messages[:, : codes.shape[1]] = codes
     _scales(messages, layout.scale_offset_bytes, layout).copy_(scale_inv.squeeze(-1))
     if alpha is not None:
-        _scales(messages, layout.alpha_offset_bytes, layout).copy_(
-            torch.where(finite, alpha, 1.0).squeeze(-1)
-        )
+        _scales(messages, layout.alpha_offset_bytes, layout).copy_(torch.where(finite, alpha, 1.0).squeeze(-1))
     return messages
 
 
