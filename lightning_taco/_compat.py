@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import re
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 13)
 FP8_CAPABILITY = (8, 9)
+REDISTRIBUTION_NODES = ("RedistributeBackward", "_FromTorchTensorBackward", "_ToTorchTensorBackward")
+CAST_NODES = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", *REDISTRIBUTION_NODES)
 
 
 # torch 2.13 renamed it and warns at each call of the old name.
@@ -62,3 +67,62 @@ def _major_minor(version: str) -> tuple[int, int]:
     if match is None:
         raise RuntimeError(f"cannot read the version {version!r}")
     return int(match.group(1)), int(match.group(2))
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a recomputed forward included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint_recompute() -> bool:
+    """Whether this thread is repeating a forward for non-reentrant activation checkpointing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+
+
+def is_parameter_gradient_redistribution() -> bool:
+    """Whether the backward function that runs now redistributes the gradient of a parameter, or of a cast of one."""
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() not in REDISTRIBUTION_NODES:
+        return False
+    while node is not None:
+        following = [successor for successor, _ in node.next_functions if successor is not None]
+        if len(following) != 1:
+            return False
+        node = following[0]
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+        if node.name() not in CAST_NODES:
+            return False
+    return False
+
+
+def storage_pointer(tensor: torch.Tensor) -> int:
+    """Address of the memory that `tensor` is a view of; 0 for none (empty, meta or fake tensors)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def is_tracing() -> bool:
+    """Whether operations are being recorded into a graph (torch.compile, make_fx) instead of executed."""
+    return funcol._are_we_tracing()
+
+
+def process_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group behind what DTensor hands to a functional collective: (mesh, axis), a mesh, a group, a name."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, tuple) and len(group) == 2:
+        return group[0].get_group(group[1])
+    if isinstance(group, str):
+        return resolve_group(group)
+    if isinstance(group, DeviceMesh):
+        return group.get_group() if group.ndim == 1 else None
+    return None
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group that was registered under `name`."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

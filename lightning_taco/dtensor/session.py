@@ -1,0 +1,236 @@
+"""One strategy's compression: what it compresses, for which group, when, and what it has sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_taco import _compat
+from lightning_taco.codec import VALUE_DTYPES
+from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.traffic import (
+    Direction,
+    Kind,
+    TrafficCounters,
+    TrafficKey,
+    compressed_sent_bytes,
+    stock_sent_bytes,
+)
+from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.dtensor.sites import ModuleSites, Site
+
+COMPRESSED = "compressed"
+REDUCING_KINDS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One redistribution of a local tensor over the tensor-parallel axis, as DTensor asks for it."""
+
+    kind: Kind
+    tensor: Tensor
+    op: str = "sum"
+    """Reduction of an all-reduce or a reduce-scatter."""
+    dim: int = 0
+    """The dim along which shards are joined (all-gather, all-to-all) or cut (reduce-scatter)."""
+    scatter_dim: int = 0
+    """The dim that an all-to-all cuts."""
+    is_loss: bool = False
+    """Whether it is part of a vocabulary-parallel loss."""
+
+    def run(self, codec: CodecConfig, group: dist.ProcessGroup) -> Tensor:
+        """Exchange the tensor, compressed."""
+        if self.kind == "all_reduce":
+            return all_reduce(self.tensor, codec, group, op=self.op)  # type: ignore[arg-type]
+        if self.kind == "reduce_scatter":
+            return reduce_scatter(self.tensor, codec, group, dim=self.dim, op=self.op)  # type: ignore[arg-type]
+        if self.kind == "all_gather":
+            return all_gather(self.tensor, codec, group, dim=self.dim)
+        return all_to_all(self.tensor, codec, group, gather_dim=self.dim, scatter_dim=self.scatter_dim)
+
+
+Observer = Callable[[Exchange, Site, CodecConfig], None]
+
+
+class CompressionSession:
+    """What one strategy compresses on its tensor-parallel group.
+
+    Args:
+        config: the settings.
+        group: the ranks of the tensor-parallel axis.
+        element: what ``element="auto"`` means on these ranks, agreed between them.
+
+    Attributes:
+        traffic: what this rank sent while the session was in scope.
+        observer: called before each compressed exchange with the exchange, its site and its codec; recomputed
+            forwards are left out. It may look at the tensor and must not change or synchronise anything.
+    """
+
+    def __init__(
+        self, config: CompressionConfig, group: dist.ProcessGroup, element: Literal["e4m3", "int8"] = "e4m3"
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.element = element
+        self.traffic = TrafficCounters()
+        self.sites = ModuleSites()
+        self.observer: Observer | None = None
+        self._codecs: dict[tuple[str, Direction], CodecConfig | None] = {}
+        self._parameter_storages: set[int] = set()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the tensor-parallel group."""
+        return self.group.size()
+
+    def attach(self, module: nn.Module) -> None:
+        """Follow the modules of `module`, so that exchanges know their site, and know its parameters."""
+        self.sites.detach()
+        self.sites.attach(module)
+        self._parameter_storages = {_storage(parameter) for parameter in module.parameters()} - {0}
+
+    def detach(self) -> None:
+        """Remove every hook from the module."""
+        self.sites.detach()
+        self._parameter_storages = set()
+        self.observer = None
+
+    @contextmanager
+    def scope(self, *, is_new_step: bool = False) -> Iterator[None]:
+        """Compress what DTensor redistributes over the group while the block runs, in every thread."""
+        if is_new_step:
+            self.sites.start_step()
+        enter_scope(self)
+        try:
+            yield
+        finally:
+            leave_scope(self)
+
+    def exchange(self, exchange: Exchange, stock: Callable[[], Tensor]) -> Tensor:
+        """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
+        site = self.sites.current()
+        codec, outcome = self.choose(exchange, site)
+        self.record(exchange, site, codec, outcome)
+        if codec is None:
+            return stock()
+        if self.observer is not None and not site.is_recompute:
+            self.observer(exchange, site, codec)
+        return exchange.run(codec, self.group)
+
+    def choose(self, exchange: Exchange, site: Site) -> tuple[CodecConfig | None, str]:
+        """The codec for `exchange`, or ``None`` and the reason. A function of shapes, dtypes and settings only."""
+        tensor = exchange.tensor
+        if tensor.dtype not in VALUE_DTYPES:
+            return None, f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+        if exchange.kind in REDUCING_KINDS and exchange.op not in ("sum", "avg"):
+            return None, f"reduction {exchange.op}"
+        if exchange.is_loss or tensor.dim() < 2:
+            return None, "loss, norm or bias (no feature dim)"
+        full_bytes = tensor.numel() * tensor.element_size()
+        if exchange.kind == "all_gather":
+            full_bytes *= self.world_size
+        if full_bytes < self.config.min_bytes:
+            return None, f"smaller than min_bytes={self.config.min_bytes}"
+        codec = self._codec(site)
+        if codec is None:
+            return None, f"excluded in {site.direction}"
+        if _BYPASS.reason:
+            return None, _BYPASS.reason
+        if self._is_parameter(tensor, site):
+            return None, "parameter or its gradient"
+        return codec, COMPRESSED
+
+    def record(self, exchange: Exchange, site: Site, codec: CodecConfig | None, outcome: str) -> None:
+        """Count `exchange`."""
+        tensor = exchange.tensor
+        stock_bytes = stock_sent_bytes(exchange.kind, tensor.numel() * tensor.element_size(), self.world_size)
+        sent_bytes = stock_bytes
+        if codec is not None:
+            sent_bytes = compressed_sent_bytes(exchange.kind, tensor.numel(), self.world_size, codec)
+        self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, sent_bytes)
+
+    def nothing_compressed_reason(self) -> str | None:
+        """Why nothing has been compressed so far, or ``None`` if something has, or nothing could be (one rank)."""
+        if self.world_size == 1 or self.traffic.total(outcome=COMPRESSED).num_messages:
+            return None
+        reasons = self.traffic.stock_reasons()
+        if not reasons:
+            return (
+                "DTensor redistributed nothing over the tensor-parallel axis (is the model parallelised with DTensor?)"
+            )
+        return ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+
+    def _codec(self, site: Site) -> CodecConfig | None:
+        key = (site.name, site.direction)
+        if key not in self._codecs:
+            codec = self.config.codec_for(site.name, site.direction)
+            self._codecs[key] = codec.resolved(self.element) if codec is not None else None
+        return self._codecs[key]
+
+    def _is_parameter(self, tensor: Tensor, site: Site) -> bool:
+        if site.direction == "backward":
+            return _compat.is_parameter_gradient_redistribution()
+        return _compat.storage_pointer(tensor) in self._parameter_storages
+
+
+def _storage(parameter: Tensor) -> int:
+    return _compat.storage_pointer(parameter._local_tensor if isinstance(parameter, DTensor) else parameter)
+
+
+class _Bypass(threading.local):
+    reason: str | None = None
+
+
+_BYPASS = _Bypass()
+
+
+@contextmanager
+def bypass(reason: str) -> Iterator[None]:
+    """Send everything as it is while the block runs, in this thread; `reason` is what the counters say."""
+    previous = _BYPASS.reason
+    _BYPASS.reason = reason
+    try:
+        yield
+    finally:
+        _BYPASS.reason = previous
+
+
+# Sessions in scope, innermost last. Process-wide, since autograd's threads must see them too; a session is found by its
+# group, so strategies (and, in tests, ranks that are threads) do not meet.
+_IN_SCOPE: list[CompressionSession] = []
+_SCOPE_LOCK = threading.Lock()
+
+
+def enter_scope(session: CompressionSession) -> None:
+    """Put `session` in scope once more."""
+    with _SCOPE_LOCK:
+        _IN_SCOPE.append(session)
+
+
+def leave_scope(session: CompressionSession) -> None:
+    """Take `session` out of scope once."""
+    with _SCOPE_LOCK:
+        for index in range(len(_IN_SCOPE) - 1, -1, -1):
+            if _IN_SCOPE[index] is session:
+                del _IN_SCOPE[index]
+                return
+
+
+def any_in_scope() -> bool:
+    """Whether any session of this process is in scope."""
+    return bool(_IN_SCOPE)
+
+
+def session_in_scope(group: dist.ProcessGroup) -> CompressionSession | None:
+    """The innermost session in scope on `group`."""
+    for session in reversed(_IN_SCOPE):
+        if session.group is group or session.group == group:
+            return session
+    return None

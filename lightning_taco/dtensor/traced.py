@@ -1,0 +1,95 @@
+"""The exchange as a registered custom op, for graphs that torch.compile makes of it.
+
+While a graph is traced the tensors are fakes, so the decision is made then and what lands in the graph is one op with
+plain arguments: the exchange, the group's name, the site and the codec. When the graph runs, the op counts like the
+eager path.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lightning_taco import _compat
+from lightning_taco.config import CodecConfig
+from lightning_taco.dtensor.session import COMPRESSED, CompressionSession, Exchange, session_in_scope
+from lightning_taco.dtensor.sites import Site
+
+
+def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | None:
+    """Put `exchange` into the graph that is being traced; ``None`` if it is to take the stock path."""
+    site = session.sites.current()
+    codec, _ = session.choose(exchange, site)
+    if codec is None:
+        return None
+    return exchange_op(
+        exchange.tensor.contiguous(),
+        exchange.kind,
+        exchange.op,
+        exchange.dim,
+        exchange.scatter_dim,
+        session.group.group_name,
+        session.world_size,
+        site.name,
+        site.direction,
+        json.dumps(asdict(codec)),
+    )
+
+
+@torch.library.custom_op("lightning_taco::exchange", mutates_args=())
+def exchange_op(
+    tensor: Tensor,
+    kind: str,
+    op: str,
+    dim: int,
+    scatter_dim: int,
+    group_name: str,
+    world_size: int,
+    site: str,
+    direction: str,
+    codec: str,
+) -> Tensor:
+    """Run the exchange and count it."""
+    group = _compat.resolve_group(group_name)
+    exchange = Exchange(kind=kind, tensor=tensor, op=op, dim=dim, scatter_dim=scatter_dim)  # type: ignore[arg-type]
+    settings = _codec(codec)
+    session = session_in_scope(group)
+    if session is not None:
+        place = Site(site, direction, False)  # type: ignore[arg-type]
+        session.record(exchange, place, settings, COMPRESSED)
+        if session.observer is not None:
+            session.observer(exchange, place, settings)
+    return exchange.run(settings, group)
+
+
+@exchange_op.register_fake
+def _(
+    tensor: Tensor,
+    kind: str,
+    op: str,
+    dim: int,
+    scatter_dim: int,
+    group_name: str,
+    world_size: int,
+    site: str,
+    direction: str,
+    codec: str,
+) -> Tensor:
+    shape = list(tensor.shape)
+    if kind == "reduce_scatter":
+        shape[dim] //= world_size
+    elif kind == "all_gather":
+        shape[dim] *= world_size
+    elif kind == "all_to_all":
+        shape[scatter_dim] //= world_size
+        shape[dim] *= world_size
+    return tensor.new_empty(shape)
+
+
+@lru_cache(maxsize=64)
+def _codec(text: str) -> CodecConfig:
+    return CodecConfig(**json.loads(text))
