@@ -1,3 +1,10 @@
-"""Compressed tensor-parallel training for PyTorch Lightning and Fabric."""
+"""Compressed tensor-parallel training for PyTorch Lightning and Fabric.
+
+Importing the package registers ``Trainer(strategy="taco_tp")``. It needs no GPU, no CUDA and no triton.
+"""
+
+from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.strategies.trainer import TacoTPStrategy
 
 __version__ = "0.1.0"
+__all__ = ["CodecConfig", "CompressionConfig", "TacoTPStrategy", "__version__"]

@@ -134,13 +134,21 @@ class CompressionConfig:
         return getattr(self, direction)
 
     @cached_property
+    def codecs(self) -> tuple[CodecConfig, ...]:
+        """Every codec that these settings may use."""
+        settings = [self, *(RECIPES[name] for name in self.recipes.values())]
+        candidates = [codec for each in settings if each is not None for codec in (each.forward, each.backward)]
+        return tuple(codec for codec in candidates if codec is not None)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing could ever be compressed under these settings."""
-        codecs = [self.forward, self.backward]
-        codecs += [
-            getattr(RECIPES[name], key, None) for name in self.recipes.values() for key in ("forward", "backward")
-        ]
-        return all(codec is None for codec in codecs)
+        return not self.codecs
+
+    @property
+    def uses_auto_element(self) -> bool:
+        """Whether ranks must agree on what ``element="auto"`` means."""
+        return any(codec.element == "auto" for codec in self.codecs)
 
 
 def matches_site(pattern: str, site: str) -> bool:

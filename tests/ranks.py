@@ -26,14 +26,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_taco import _compat
+
 
 def run_threads(world_size: int, function: Callable[[int], Any], timeout_s: float = 60) -> list[Any]:
-    """Run `function(rank)` on `world_size` threads with a default process group; return the results by rank."""
+    """Run `function(rank)` on `world_size` threads with a default process group; return the results by rank.
+
+    torch 2.11 crashes when two threads propagate DTensor shardings at the same time, so there ranks are forked instead:
+    results must be picklable, and a function may not count on memory that it shares with other ranks.
+    """
+    if _compat.torch_version() < (2, 12):
+        return run_forked(world_size, function, timeout_s)
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     world = threaded._install_threaded_pg()
-    if not hasattr(type(world), "comms"):  # torch 2.11 asks its test world for it when a group is destroyed
-        type(world).comms = property(lambda self: [])
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     store = dist.HashStore()
     results: list[Any] = [None] * world_size

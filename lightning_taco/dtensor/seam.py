@@ -32,6 +32,7 @@ from lightning_taco.dtensor.session import (
 )
 
 LOSS_MODULE = "torch.distributed.tensor.parallel.loss"
+FSDP_PACKAGE = "torch.distributed.fsdp"
 
 _lock = threading.Lock()
 _num_installed = 0
@@ -157,9 +158,14 @@ def _exact_full_tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _exact_for_parameters(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Parameters, and gradients of parameters that FSDP2 brings to their parameter's placements within backward."""
+
     @functools.wraps(original)
     def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        if not any_in_scope() or _compat.is_tracing() or not isinstance(self, nn.Parameter):
+        if not any_in_scope() or _compat.is_tracing():
+            return original(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not isinstance(self, nn.Parameter) and not caller.startswith(FSDP_PACKAGE):
             return original(self, *args, **kwargs)
         with bypass("parameter or its gradient"):
             return original(self, *args, **kwargs)

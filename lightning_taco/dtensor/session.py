@@ -69,8 +69,8 @@ class CompressionSession:
 
     Attributes:
         traffic: what this rank sent while the session was in scope.
-        observer: called before each compressed exchange with the exchange, its site and its codec; recomputed
-            forwards are left out. It may look at the tensor and must not change or synchronise anything.
+        observers: called before each compressed exchange with the exchange, its site and its codec; recomputed
+            forwards are left out. They may look at the tensor and must not change or synchronise anything.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CompressionSession:
         self.element = element
         self.traffic = TrafficCounters()
         self.sites = ModuleSites()
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self._codecs: dict[tuple[str, Direction], CodecConfig | None] = {}
         self._parameter_storages: set[int] = set()
 
@@ -91,16 +91,15 @@ class CompressionSession:
         return self.group.size()
 
     def attach(self, module: nn.Module) -> None:
-        """Follow the modules of `module`, so that exchanges know their site, and know its parameters."""
-        self.sites.detach()
+        """Follow `module` too: its exchanges know their site, and its parameters are known."""
         self.sites.attach(module)
-        self._parameter_storages = {_storage(parameter) for parameter in module.parameters()} - {0}
+        self._parameter_storages |= {_storage(parameter) for parameter in module.parameters()} - {0}
 
     def detach(self) -> None:
         """Remove every hook from the module."""
         self.sites.detach()
         self._parameter_storages = set()
-        self.observer = None
+        self.observers.clear()
 
     @contextmanager
     def scope(self, *, is_new_step: bool = False) -> Iterator[None]:
@@ -120,9 +119,14 @@ class CompressionSession:
         self.record(exchange, site, codec, outcome)
         if codec is None:
             return stock()
-        if self.observer is not None and not site.is_recompute:
-            self.observer(exchange, site, codec)
+        self.observe(exchange, site, codec)
         return exchange.run(codec, self.group)
+
+    def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
+        """Show a compressed exchange to the observers, unless it repeats one that they have seen."""
+        if not site.is_recompute:
+            for observer in self.observers:
+                observer(exchange, site, codec)
 
     def choose(self, exchange: Exchange, site: Site) -> tuple[CodecConfig | None, str]:
         """The codec for `exchange`, or ``None`` and the reason. A function of shapes, dtypes and settings only."""

@@ -61,8 +61,7 @@ def exchange_op(
     if session is not None:
         place = Site(site, direction, False)  # type: ignore[arg-type]
         session.record(exchange, place, settings, COMPRESSED)
-        if session.observer is not None:
-            session.observer(exchange, place, settings)
+        session.observe(exchange, place, settings)
     return exchange.run(settings, group)
 
 

@@ -1,0 +1,104 @@
+"""How far what is decoded lies from what was encoded, by site: an observer for `CompressionSession`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_taco.codec import decode, encode
+from lightning_taco.collectives.traffic import Direction, Kind
+from lightning_taco.config import CodecConfig
+from lightning_taco.dtensor.session import Exchange
+from lightning_taco.dtensor.sites import Site
+
+
+class ErrorKey(NamedTuple):
+    """One kind of exchange of one module in one direction."""
+
+    site: str
+    direction: Direction
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class SiteError:
+    """What sampling saw at one site, over all ranks of the group and since the last reset.
+
+    Attributes:
+        relative_l2_error: ``||x' - x|| / ||x||`` over the finite values; 0 when both norms are 0.
+        num_nonfinite: NaN and Inf values among those that were to be sent.
+        num_values: values looked at.
+    """
+
+    relative_l2_error: float
+    num_nonfinite: int
+    num_values: int
+
+    @property
+    def decibels(self) -> float:
+        """``20 log10`` of the relative error; minus infinity for none."""
+        return 20 * math.log10(self.relative_l2_error) if self.relative_l2_error > 0 else -math.inf
+
+
+class ReconstructionErrors:
+    """Encodes and decodes each observed tensor once more and adds up squared errors and squared norms by site.
+
+    Nothing is read back until `read`, so observing does not wait for the device.
+    Cost per observed exchange: an encode, a decode, and three reductions over the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[ErrorKey, Tensor] = {}
+
+    def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
+        """Observe one exchange."""
+        key = ErrorKey(site.name, site.direction, exchange.kind)
+        sums = _squared_sums(exchange.tensor, codec)
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+
+    def read(self, group: dist.ProcessGroup) -> dict[ErrorKey, SiteError]:
+        """Errors by site, the same on every rank; all ranks of `group` call it. Waits for the device."""
+        if not self._sums:
+            return {}
+        table = torch.stack(list(self._sums.values()))
+        dist.all_reduce(table, group=group)
+        rows = table.tolist()
+        return {key: _site_error(*row) for key, row in zip(self._sums, rows, strict=True)}
+
+    def clear(self) -> None:
+        """Start from zero."""
+        self._sums.clear()
+
+
+def _squared_sums(tensor: Tensor, codec: CodecConfig) -> Tensor:
+    """float64 ``[4]``: squared error, squared norm, non-finite values, values."""
+    values = tensor.detach().reshape(1, -1)
+    decoded = decode(encode(values, codec), codec, values.shape[1], torch.float32)
+    exact = values.float()
+    finite = torch.isfinite(decoded)
+    error = torch.where(finite, decoded - exact, 0.0)
+    known = torch.where(finite, exact, 0.0)
+    num_nonfinite = values.numel() - torch.isfinite(exact).sum()
+    return torch.stack(
+        [
+            _energy(error),
+            _energy(known),
+            num_nonfinite.double(),
+            torch.full_like(num_nonfinite, values.numel(), dtype=torch.float64),
+        ]
+    )
+
+
+def _energy(values: Tensor) -> Tensor:
+    """Sum of squares in float64, so that neither 1e-30 nor 1e30 is lost."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def _site_error(squared_error: float, squared_norm: float, num_nonfinite: float, num_values: float) -> SiteError:
+    relative = math.sqrt(squared_error / squared_norm) if squared_norm > 0 else 0.0
+    return SiteError(relative, int(num_nonfinite), int(num_values))

@@ -1,0 +1,1 @@
+"""Lightning strategies that train with compressed tensor-parallel exchange."""

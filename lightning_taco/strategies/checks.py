@@ -1,0 +1,456 @@
+"""Refuses, with a sentence, what tensor parallelism would turn into a hang, a crash on one rank or a wrong result.
+
+Every check decides from what all ranks share (sizes, plans, settings), or agrees over the group first, so all ranks
+raise the same error and none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
+
+from lightning_taco import _compat
+
+SUPPORTED_DEVICES = ("cpu", "cuda")
+HEAD_SIZE_NAMES = ("head_dim", "head_size", "d_head", "attention_head_size")
+HEAD_COUNT_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead")
+KV_HEAD_COUNT_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
+UNEVEN_SEQUENCE_TORCH = (2, 13)  # the first in which a linear takes a DTensor whose sequence is split unevenly
+CHUNK_VALUES = 1 << 20  # so that a fingerprint of a large batch needs little memory
+
+
+def check_mesh_sizes(
+    data_parallel_size: int | str, tensor_parallel_size: int | str, world_size: int, *, num_nodes: int = 1
+) -> None:
+    """Refuse sizes that do not use every process exactly once; runs before any process starts.
+
+    Args:
+        data_parallel_size: ranks along the data-parallel axis; ``"auto"`` is the number of nodes.
+        tensor_parallel_size: ranks along the tensor-parallel axis; ``"auto"`` is the number of processes of a node.
+        world_size: processes of the run, on all nodes.
+        num_nodes: nodes of the run.
+
+    Raises:
+        TypeError: for a size that is neither an integer nor ``"auto"``.
+        ValueError: for a size below 1, or a product that is not `world_size`.
+    """
+    data = _resolved_size("data_parallel_size", data_parallel_size, num_nodes)
+    tensor = _resolved_size("tensor_parallel_size", tensor_parallel_size, max(1, world_size // num_nodes))
+    if data * tensor == world_size:
+        return
+    if world_size % tensor == 0:
+        fix = f"data_parallel_size={world_size // tensor}"
+    elif world_size % data == 0:
+        fix = f"tensor_parallel_size={world_size // data}"
+    else:
+        fix = f"data_parallel_size=1 and tensor_parallel_size={world_size}"
+    raise ValueError(
+        f"data_parallel_size={data} x tensor_parallel_size={tensor} needs {data * tensor} processes, but this run has "
+        f"{world_size} (num_nodes={num_nodes} x devices={world_size // num_nodes}). Use {fix}, or change devices and "
+        f"num_nodes so that their product is {data * tensor}."
+    )
+
+
+def check_accelerator(device_type: str) -> None:
+    """Refuse every device but CPU and CUDA.
+
+    Raises:
+        ValueError: naming the device.
+    """
+    if device_type not in SUPPORTED_DEVICES:
+        raise ValueError(
+            f"accelerator {device_type!r} is not supported: DTensor's collectives run here over gloo on CPU or NCCL on "
+            f'CUDA. Use accelerator="gpu" on a machine with NVIDIA GPUs, or accelerator="cpu".'
+        )
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse callbacks that cannot work on a model whose parameters are DTensors.
+
+    Raises:
+        ValueError: for ``StochasticWeightAveraging``.
+        TypeError: for a callback of the ``pytorch_lightning`` package.
+    """
+    for callback in callbacks:
+        check_unified_package(callback)
+        if any(
+            base.__name__ == "StochasticWeightAveraging" and base.__module__.startswith("lightning.")
+            for base in type(callback).__mro__
+        ):
+            raise ValueError(
+                "StochasticWeightAveraging copies plain tensors into DTensor parameters, which torch refuses, so it "
+                "cannot run under tensor parallelism; use lightning.pytorch.callbacks.EMAWeightAveraging instead."
+            )
+
+
+def check_unified_package(*objects: object) -> None:
+    """Refuse objects whose class comes from ``pytorch_lightning``, the other class tree, without importing it.
+
+    Raises:
+        TypeError: naming the class and the import to change.
+    """
+    for instance in objects:
+        kind = instance if isinstance(instance, type) else type(instance)
+        for base in kind.__mro__:
+            if base.__module__.split(".")[0] == "pytorch_lightning":
+                derived = "" if base is kind else f" (a {base.__module__}.{base.__name__})"
+                raise TypeError(
+                    f"{kind.__module__}.{kind.__qualname__}{derived} belongs to the package pytorch_lightning, whose "
+                    f"classes are not those of the package lightning that lightning_taco extends. Change the import: "
+                    f"`import lightning as L` or `from lightning.pytorch import {base.__name__}`."
+                )
+
+
+def mixes_dtensors_and_tensors(parameters: Iterable[Tensor]) -> bool:
+    """Whether there are both DTensors and plain tensors, which torch's foreach functions refuse."""
+    return len({isinstance(parameter, DTensor) for parameter in parameters}) == 2
+
+
+def check_parallelized(module: nn.Module, mesh: DeviceMesh) -> str | None:
+    """Why nothing that `module` exchanges over `mesh` (the tensor-parallel axis) can be compressed.
+
+    Returns:
+        The reason, or ``None`` when a parameter is split over the axis. ``None`` also means that the parallelization
+        plan must not be applied again.
+    """
+    if mesh.size() == 1:
+        return "tensor_parallel_size is 1, so there is no tensor-parallel exchange"
+    dtensors = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    if not dtensors:
+        return "no parameter is a DTensor; apply parallelize_module with device_mesh['tensor_parallel']"
+    placements = {_placement_on(parameter, mesh) for parameter in dtensors}
+    if placements == {None}:
+        return "its DTensors are on other mesh axes; apply parallelize_module with device_mesh['tensor_parallel']"
+    if placements <= {None, Replicate()}:
+        return "every parameter is whole on each tensor-parallel rank; split some by ColwiseParallel, RowwiseParallel"
+    return None
+
+
+def check_even_shards(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse splits that give wrong shapes; call it once the parallelization plan was applied.
+
+    Uneven splits are right wherever torch knows the full size: vocabulary-parallel embeddings and heads of any size,
+    and layers that hand DTensors on. They are wrong where a row-parallel linear gets the uneven shard of a
+    column-parallel one as a plain tensor, of which it takes the full size to be TP times the shard's; and where a
+    rank would hold a part of an attention head.
+
+    Args:
+        module: the parallelised model.
+        mesh: its tensor-parallel axis (one-dimensional).
+
+    Raises:
+        ValueError: naming the layer or the attribute, the size, the TP degree and sizes that work.
+    """
+    if mesh.size() == 1:
+        return
+    linears = {
+        name: _Linear(name, child, placement)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear) and (placement := _placement_on(child.weight, mesh)) is not None
+    }
+    columns = {name: linear for name, linear in linears.items() if linear.placement == Shard(0)}
+    for row in linears.values():
+        if row.placement == Shard(1) and row.module.in_features % mesh.size():
+            _check_row_input(row, columns, mesh.size())
+    for name, child in module.named_modules():
+        sizes = {
+            key: columns[path].module.out_features
+            for key, _ in child.named_children()
+            if (path := _join(name, key)) in columns and _is_attention(key)
+        }
+        _check_heads(name or type(child).__name__, child, sizes, mesh.size())
+
+
+def check_sequence_length(num_tokens: int, tensor_parallel_size: int, name: str = "the input") -> None:
+    """Refuse a sequence that sequence parallelism cannot split evenly.
+
+    Args:
+        num_tokens: length of the dim that is split.
+        tensor_parallel_size: over how many ranks.
+        name: what has this length, for the message.
+
+    Raises:
+        ValueError: with the length and the degree.
+    """
+    if num_tokens % tensor_parallel_size:
+        raise ValueError(
+            f"{name} has a sequence length of {num_tokens}, which tensor_parallel_size={tensor_parallel_size} does not "
+            f"divide: under sequence parallelism every rank holds an equal part. Pad or cut the sequence to "
+            f"{_neighbours(num_tokens, tensor_parallel_size)} tokens (a DataLoader's last batch too)."
+        )
+
+
+def add_sequence_length_checks(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+    """Run `check_sequence_length` on the input of each embedding whose output is split along the sequence.
+
+    An uneven split reaches the other layers as plain tensors of different lengths, on which gloo aborts one rank and
+    NCCL may hang. The embedding is the last place that sees the full length, on every rank. An embedding that hands on
+    a DTensor is left alone where torch is right about it.
+
+    Returns:
+        Handles that remove the checks.
+    """
+
+    def check(name: str, dim: int, child: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and dim < inputs[0].ndim:
+            check_sequence_length(inputs[0].shape[dim], mesh.size(), f"the input of {name}")
+
+    handles = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding) and _placement_on(child.weight, mesh) is not None and mesh.size() > 1:
+            placement, is_plain = _output_style(child)
+            is_refused = is_plain or _compat.torch_version() < UNEVEN_SEQUENCE_TORCH
+            if isinstance(placement, Shard) and placement.dim >= 0 and is_refused:
+                hook = functools.partial(check, name or type(child).__name__, placement.dim)
+                handles.append(child.register_forward_pre_hook(hook, prepend=True))
+    return handles
+
+
+def batches_agree(batch: Any, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` have the same tensors in `batch`: values, order, shapes and dtypes.
+
+    Cost: reads each tensor once, and gathers one integer of each rank.
+    """
+    return len(_ranks_by_fingerprint(_fingerprint(batch), group)) == 1
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup) -> None:
+    """Refuse different batches within one tensor-parallel group; the same error on every rank.
+
+    Raises:
+        ValueError: with the ranks that agree among each other.
+    """
+    ranks = _ranks_by_fingerprint(_fingerprint(batch), group)
+    if len(ranks) > 1:
+        raise ValueError(
+            f"The ranks of one tensor-parallel group compute one model and must get the same batch, but these ranks "
+            f"got different ones: {' / '.join(map(str, ranks))}. Shard the data over the data-parallel ranks only: "
+            f"give a custom sampler **trainer.strategy.distributed_sampler_kwargs (num_replicas and rank), let an "
+            f"IterableDataset use the same two numbers, and seed what draws at random alike on all ranks."
+        )
+
+
+def check_rng_agrees(group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    """Refuse random generators that differ within one tensor-parallel group; the same error on every rank.
+
+    Dropout on activations that every rank holds whole draws its mask from the rank's own generator, so the masks are
+    the same only if the generators are. A model without dropout needs no such agreement.
+
+    Args:
+        group: the tensor-parallel group.
+        device: a CUDA device whose generator is compared, too.
+
+    Raises:
+        ValueError: with the ranks that agree among each other.
+    """
+    states = [torch.get_rng_state()]
+    if device is not None and device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    ranks = _ranks_by_fingerprint(_fingerprint(states), group)
+    if len(ranks) > 1:
+        raise ValueError(
+            f"The random generators of one tensor-parallel group differ (ranks {' / '.join(map(str, ranks))}), so "
+            f"dropout would mask the same activations differently on each rank. Call lightning.seed_everything with "
+            f"one seed on all ranks, and draw no random number on some ranks only."
+        )
+
+
+class _Linear(NamedTuple):
+    """A linear layer that is split over the tensor-parallel axis."""
+
+    name: str
+    module: nn.Linear
+    placement: Placement
+
+    @property
+    def hands_on_plain_shard(self) -> bool:
+        """Whether its output is its own shard of the features, as a tensor that does not know the full size."""
+        return _output_style(self.module) == (Shard(-1), True)
+
+
+def _resolved_size(name: str, size: int | str, automatic: int) -> int:
+    if size == "auto":
+        return automatic
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name}={size!r} is neither a number of ranks nor 'auto'; give an integer from 1 up.")
+    if size < 1:
+        raise ValueError(f"{name}={size} is below 1; give the number of ranks along this axis, or 'auto'.")
+    return size
+
+
+def _placement_on(tensor: Tensor, mesh: DeviceMesh) -> Placement | None:
+    """How `tensor` lies on the axis that `mesh` is; compared by ranks, as a second fit has a new mesh of the same."""
+    if not isinstance(tensor, DTensor):
+        return None
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    for axis, placement in enumerate(tensor.placements):
+        if dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)) == ranks:
+            return placement
+    return None
+
+
+def _style_arguments(hooks: Mapping[int, Any]) -> Iterator[tuple[Any, ...]]:
+    """What torch's parallel styles were made with: `distribute_module` hooks them in as partials inside a closure."""
+    for hook in hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, functools.partial):
+                yield cell.cell_contents.args
+
+
+def _input_placement(module: nn.Module) -> Placement | None:
+    """The layout that a style takes a plain input to have; ``None`` if this is no style that we can read."""
+    for arguments in _style_arguments(module._forward_pre_hooks):
+        match arguments:
+            case ((Placement() as placement,), (Placement(),)):
+                return placement
+    return None
+
+
+def _output_style(module: nn.Module) -> tuple[Placement | None, bool]:
+    """The layout of a style's output, and whether it is handed on as a plain tensor."""
+    for arguments in _style_arguments(module._forward_hooks):
+        match arguments:
+            case ((Placement() as placement,), bool() as is_plain):
+                return placement, is_plain
+    return None, False
+
+
+def _check_row_input(row: _Linear, columns: Mapping[str, _Linear], tensor_parallel_size: int) -> None:
+    """Raise a ValueError if a column-parallel linear beside `row` feeds it an uneven shard as a plain tensor."""
+    if _input_placement(row.module) != Shard(-1):
+        return
+    size = row.module.in_features
+    for column in _nearest(row.name, columns):
+        # Fused projections (q, k, v; gate and up) hand on several times the size.
+        if column.hands_on_plain_shard and column.module.out_features % size == 0:
+            raise ValueError(
+                f"{row.name} takes {size} features, split over tensor_parallel_size={tensor_parallel_size}, which does "
+                f"not divide {size}; {column.name} hands its shard on as a plain tensor, from which the full size "
+                f"cannot be told. Use a size of {_neighbours(size, tensor_parallel_size)}, or give {column.name} "
+                f"ColwiseParallel(use_local_output=False)."
+            )
+
+
+def _nearest(name: str, columns: Mapping[str, _Linear]) -> list[_Linear]:
+    """The column-parallel linears in the smallest module around `name` that has any."""
+    parts = name.split(".")[:-1]
+    for depth in range(len(parts), -1, -1):
+        prefix = "".join(f"{part}." for part in parts[:depth])
+        if found := [column for path, column in columns.items() if path.startswith(prefix)]:
+            return found
+    return []
+
+
+def _check_heads(path: str, module: nn.Module, sizes: Mapping[str, int], tensor_parallel_size: int) -> None:
+    """Raise a ValueError if a rank would hold a part of an attention head of `module`.
+
+    Args:
+        path: name of `module`.
+        module: what holds the projections.
+        sizes: full output size of each column-parallel projection to queries, keys or values.
+        tensor_parallel_size: over how many ranks they are split.
+    """
+    head_size_name, head_size = next(_integers(module, HEAD_SIZE_NAMES), ("", 0))
+    for name, count in _integers(module, HEAD_COUNT_NAMES + KV_HEAD_COUNT_NAMES):
+        split = [size for key, size in sizes.items() if name in HEAD_COUNT_NAMES or not _is_query(key)]
+        # With a known head size, a count that was divided by TP already does not fit the projections' full size.
+        whole_sizes = (count * head_size, 3 * count * head_size)
+        is_full_count = any(size in whole_sizes if head_size else size % count == 0 for size in split)
+        if count % tensor_parallel_size and is_full_count:
+            hint = "" if head_size else f" If {count} is the count per rank already, set head_dim on the module, too."
+            raise ValueError(
+                f"{path}.{name}={count} is not divisible by tensor_parallel_size={tensor_parallel_size}, so a rank "
+                f"would hold a part of a head. Use {_neighbours(count, tensor_parallel_size)} heads, or a "
+                f"tensor_parallel_size that divides {count}.{hint}"
+            )
+    for key, size in sizes.items():
+        if head_size and size % head_size == 0 and (size // head_size) % tensor_parallel_size:
+            count = size // head_size
+            raise ValueError(
+                f"{path}.{key} computes {count} heads ({head_size_name}={head_size}), and {count} is not divisible by "
+                f"tensor_parallel_size={tensor_parallel_size}, so a rank would hold a part of a head. Use "
+                f"{_neighbours(count, tensor_parallel_size)} heads, or a tensor_parallel_size that divides {count}."
+            )
+
+
+def _is_attention(name: str) -> bool:
+    """Whether a linear of this name projects to queries, keys or values, and does not belong to an MLP beside them."""
+    return "att" in name.lower() or any(letter in name.lower() for letter in "qkv")
+
+
+def _is_query(name: str) -> bool:
+    return "q" in name.lower() and not any(letter in name.lower() for letter in "kv")
+
+
+def _integers(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            yield name, value
+
+
+def _neighbours(size: int, divisor: int) -> str:
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _ranks_by_fingerprint(fingerprint: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """Global ranks of `group`, those with the same fingerprint together; the same list on every rank."""
+    if group.size() == 1:
+        return [dist.get_process_group_ranks(group)]
+    is_nccl_only = "cpu:" not in str(dist.get_backend_config(group))
+    mine = fingerprint.to("cuda" if is_nccl_only else "cpu").reshape(1)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    ranks: dict[int, list[int]] = {}
+    for rank, other in zip(dist.get_process_group_ranks(group), torch.cat(gathered).tolist(), strict=True):
+        ranks.setdefault(other, []).append(rank)
+    return list(ranks.values())
+
+
+def _fingerprint(batch: Any) -> Tensor:
+    """One int64 that depends on every bit of the tensors in `batch`, on their order, shapes and dtypes."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    apply_to_collection(batch, Tensor, collect)
+    total = torch.zeros((), dtype=torch.int64)
+    for tensor in tensors:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        seed = zlib.crc32(f"{tuple(local.shape)} {local.dtype}".encode())
+        values = _fingerprint_of_values(local).to(total.device) if local.layout == torch.strided else 0
+        total = (total * 1_000_003 + values) * 1_000_003 + seed  # int64 wraps around, alike on every device
+    return total
+
+
+def _fingerprint_of_values(tensor: Tensor) -> Tensor:
+    """Sum of the bytes' integers, each times an odd number of its own, modulo 2^64: exact in any order."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    width = next((kind for kind in (torch.int32, torch.int16) if flat.element_size() % kind.itemsize == 0), torch.uint8)
+    integers = flat.view(width)
+    for start in range(0, integers.numel(), CHUNK_VALUES):
+        bits = integers[start : start + CHUNK_VALUES].to(torch.int64)
+        places = torch.arange(start, start + bits.numel(), device=tensor.device, dtype=torch.int64)
+        # The two multiplications spread a place over all bits: neighbouring changes do not cancel out.
+        places = (places * -7046029254386353131) ^ (places * 668265261).bitwise_right_shift(7)
+        total = total + (bits * (places | 1)).sum()
+    return total

@@ -1,0 +1,199 @@
+"""What the Trainer's and Fabric's strategy share: the life of their compression sessions, from settings to table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_taco import dtensor
+from lightning_taco.collectives.agreement import agree_on_element
+from lightning_taco.collectives.traffic import TrafficCounters
+from lightning_taco.config import CompressionConfig
+from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors, SiteError
+from lightning_taco.dtensor.session import COMPRESSED, CompressionSession
+from lightning_taco.strategies import checks, report
+
+TENSOR_PARALLEL = "tensor_parallel"
+
+
+class Compression:
+    """Everything that one strategy switches on, and off again.
+
+    Args:
+        config: the settings, or ``None`` for off: then every method is a no-op and nothing is patched.
+        sample_every_n_steps: every how many steps the reconstruction error is measured; 0 for never.
+
+    Attributes:
+        session: the compression of the tensor-parallel group while it runs.
+        traffic: what this rank sent; stays readable after `stop`.
+        errors: the reconstruction errors read last, by site; the same on all ranks.
+        num_samples: how often they have been read.
+        group: the ranks of the tensor-parallel axis, once a module is set up.
+    """
+
+    def __init__(self, config: CompressionConfig | None, sample_every_n_steps: int) -> None:
+        self.config = config
+        self.sample_every_n_steps = sample_every_n_steps
+        self.session: CompressionSession | None = None
+        self.traffic = TrafficCounters()
+        self.errors: dict[ErrorKey, SiteError] = {}
+        self.num_samples = 0
+        self.group: dist.ProcessGroup | None = None
+        self._device: torch.device | None = None
+        self._handles: list[RemovableHandle] = []
+        self._sampler = ReconstructionErrors()
+        self._num_steps = 0
+        self._is_first_step_reported = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compressed now."""
+        return self.session is not None
+
+    def start(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        """Check `module`, and compress what it redistributes over its tensor-parallel group from now on.
+
+        A strategy that sets up several modules calls it for each.
+
+        Raises:
+            ValueError: for a split of `module` that would give wrong shapes.
+            RuntimeError: under a torch whose redistribution is not known.
+        """
+        tensor_parallel_mesh = mesh[TENSOR_PARALLEL]
+        checks.check_even_shards(module, tensor_parallel_mesh)
+        self._handles += checks.add_sequence_length_checks(module, tensor_parallel_mesh)
+        if self.session is None:
+            self._open_session(tensor_parallel_group(module, mesh), mesh, device)
+        if self.session is not None:
+            self.session.attach(module)
+
+    def stop(self) -> None:
+        """Remove every hook and patched name; counters stay readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.session is not None:
+            self.session.detach()
+            self.session = None
+            dtensor.remove()
+
+    def check_first_batch(self, batch: Any, module: nn.Module | None) -> None:
+        """Refuse different batches within a tensor-parallel group, and say when dropout masks would differ.
+
+        Raises:
+            ValueError: on every rank, naming the ranks whose batches differ.
+        """
+        if self.group is None or self.group.size() == 1:
+            return
+        checks.check_same_batch(batch, self.group)
+        if module is not None and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()):
+            try:
+                checks.check_rng_agrees(self.group, self._device)
+            except ValueError as error:
+                rank_zero_warn(str(error))
+
+    def _open_session(self, group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
+        self.group, self._device = group, device
+        element: Literal["e4m3", "int8"] = "e4m3"
+        if self.config is not None and self.config.uses_auto_element:
+            element = agree_on_element(group, device)
+        for line in report.start_lines(self.config, element, mesh):
+            rank_zero_info(line)
+        if self.config is None or self.config.is_empty:
+            return
+        if element == "int8" and group.size() > 1:
+            rank_zero_warn(
+                "element='auto' means INT8 here, since a device of this tensor-parallel group has no FP8 "
+                "(compute capability below 8.9)."
+            )
+        dtensor.install()
+        self.session = CompressionSession(self.config, group, element)
+        self.traffic = self.session.traffic
+        self._is_first_step_reported = False
+
+    def forward_scope(self, *, is_training: bool) -> AbstractContextManager[None]:
+        """Around a step's forward."""
+        if self.session is None or self.config is None or not (is_training or self.config.during_validation):
+            return nullcontext()
+        return self._training_forward() if is_training else self.session.scope()
+
+    def backward_scope(self) -> AbstractContextManager[None]:
+        """Around a step's backward."""
+        return nullcontext() if self.session is None else self._training_backward()
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes that would have been sent over bytes sent, so far."""
+        return self.traffic.total().ratio
+
+    @property
+    def relative_l2_error(self) -> float | None:
+        """Largest relative error of any site at the last sample; ``None`` before the first."""
+        return max((error.relative_l2_error for error in self.errors.values()), default=None)
+
+    @rank_zero_only
+    def print_end_table(self) -> None:
+        """Print what was sent and what it cost, on rank 0; nothing if nothing was exchanged."""
+        if self.traffic.counts:
+            report.print_end_table(self.traffic, self.errors)
+
+    @contextmanager
+    def _training_forward(self) -> Iterator[None]:
+        session = self.session
+        assert session is not None
+        is_sample = self.sample_every_n_steps > 0 and self._num_steps % self.sample_every_n_steps == 0
+        self._num_steps += 1
+        if is_sample and self._sampler not in session.observers:
+            self._sampler.clear()
+            session.observers.append(self._sampler)
+        with session.scope(is_new_step=True):
+            yield
+
+    @contextmanager
+    def _training_backward(self) -> Iterator[None]:
+        session = self.session
+        assert session is not None
+        with session.scope():
+            yield
+        if self._sampler in session.observers:
+            session.observers.remove(self._sampler)
+            self.errors = self._sampler.read(session.group)
+            self.num_samples += 1
+        if not self._is_first_step_reported:
+            self._is_first_step_reported = True
+            self._report_first_step(session)
+
+    def _report_first_step(self, session: CompressionSession) -> None:
+        reason = session.nothing_compressed_reason()
+        if reason is not None:
+            rank_zero_warn(f"lightning_taco compressed nothing in the first step: {reason}.")
+            return
+        compressed = session.traffic.total(outcome=COMPRESSED)
+        rank_zero_info(
+            f"lightning_taco: first step: {compressed.num_messages} of {session.traffic.total().num_messages} "
+            f"exchanges compressed, {report.format_bytes(compressed.stock_bytes)} sent as "
+            f"{report.format_bytes(compressed.sent_bytes)} ({compressed.ratio:.2f}x)"
+        )
+
+
+def tensor_parallel_group(module: nn.Module, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group over which `module` exchanges intermediate tensors.
+
+    It is read off the module's own DTensors: a model that is fitted a second time keeps the mesh that parallelised it,
+    whose groups are not those of the new strategy's mesh.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            if TENSOR_PARALLEL in names:
+                return parameter.device_mesh.get_group(TENSOR_PARALLEL)
+    return mesh[TENSOR_PARALLEL].get_group()

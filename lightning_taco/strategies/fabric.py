@@ -1,0 +1,178 @@
+"""`TacoTPStrategy` for ``lightning.fabric.Fabric``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_taco.config import CompressionConfig
+from lightning_taco.dtensor.session import CompressionSession
+from lightning_taco.strategies import arguments, checks
+from lightning_taco.strategies.compression import Compression
+from lightning_taco.strategies.gradients import clip_gradients_by_norm, clip_gradients_by_value
+from lightning_taco.strategies.weight_tying import preserve_tied_parameters
+
+
+class TacoTPStrategy(ModelParallelStrategy):
+    """Tensor parallelism (and FSDP2 beside it) whose exchanges of intermediate tensors are compressed.
+
+    Lightning Fabric's `ModelParallelStrategy` with compressed redistribution, in the forward of a module that was set
+    up with this strategy and in ``fabric.backward``. What the training loop itself redistributes, such as a loss, is
+    exact.
+
+    Args:
+        parallelize_fn: takes the module and the device mesh (axes ``"data_parallel"``, ``"tensor_parallel"``), returns
+            the parallelised module.
+        compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
+            ``None``: off, and bit-equal to `ModelParallelStrategy`.
+        data_parallel_size: ranks along the data-parallel axis; ``"auto"`` is the number of nodes.
+        tensor_parallel_size: ranks along the tensor-parallel axis; ``"auto"`` is the number of devices of a node.
+        sample_every_n_steps: every how many steps the reconstruction error is measured; 0 for never.
+        save_distributed_checkpoint: save a folder with a file per rank; ``False`` assembles one file on rank 0.
+        process_group_backend: ``"nccl"``, ``"gloo"``; by default the one of the device.
+        timeout: limit of a collective, seconds or a ``timedelta``.
+
+    Raises:
+        ValueError: for an unknown codec or recipe, or sizes whose product is not the number of processes.
+        RuntimeError: under a torch whose redistribution is not known.
+
+    Example::
+
+        strategy = lightning_taco.fabric.TacoTPStrategy(parallelize_fn)
+        fabric = Fabric(accelerator="gpu", devices=2, strategy=strategy)
+        ...
+        strategy.print_end_table()
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        compression: CompressionConfig | str | None = "default",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        sample_every_n_steps: int = 50,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            parallelize_fn=parallelize_fn,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=arguments.checked_timeout(timeout),
+        )
+        self.compression = Compression(
+            arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
+        )
+        self._handles: list[Any] = []
+
+    @property
+    def session(self) -> CompressionSession | None:
+        """The running compression; ``None`` before a module is set up, after teardown, and when it is off."""
+        return self.compression.session
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The first moment at which the number of processes is known, and before any is started.
+        assert self.parallel_devices is not None
+        checks.check_accelerator(self.parallel_devices[0].type)
+        checks.check_mesh_sizes(
+            self._data_parallel_size,
+            self._tensor_parallel_size,
+            self.num_nodes * self.num_processes,
+            num_nodes=self.num_nodes,
+        )
+        super()._configure_launcher()
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        with preserve_tied_parameters(module):
+            module = super().setup_module(module)
+        self.compression.start(module, self.device_mesh, self.root_device)
+        self._put_forward_in_scope(module)
+        return module
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        with self.compression.backward_scope():
+            super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        # A DTensor loss that is averaged over ranks: c10d knows plain tensors only.
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return super().all_reduce(tensor, group, reduce_op)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        if self._clips_as_stock(parameters):
+            return torch.nn.utils.clip_grad_norm_(
+                parameters, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        if self._clips_as_stock(parameters):
+            torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
+        else:
+            clip_gradients_by_value(parameters, clip_val)
+
+    def print_end_table(self) -> None:
+        """Print, on rank 0, what was sent and what it cost. A Fabric script calls it when it is done."""
+        self.compression.print_end_table()
+
+    @override
+    def teardown(self) -> None:
+        """Remove every hook and patched name; Fabric does not call this, a script may."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.compression.stop()
+        super().teardown()
+
+    def _put_forward_in_scope(self, module: nn.Module) -> None:
+        """Open the compression's scope around each forward of `module`."""
+        if not self.compression.is_on:
+            return
+        open_scopes: list[AbstractContextManager[None]] = []
+
+        def before(module: nn.Module, _: Any) -> None:
+            scope = self.compression.forward_scope(is_training=module.training)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def after(*_: Any) -> None:
+            if open_scopes:
+                open_scopes.pop().__exit__(None, None, None)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _clips_as_stock(self, parameters: list[nn.Parameter]) -> bool:
+        return self.compression.config is None and not checks.mixes_dtensors_and_tensors(parameters)

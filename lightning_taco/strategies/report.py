@@ -1,0 +1,114 @@
+"""What the user reads: the lines at the start, and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_taco.collectives.traffic import TrafficCount, TrafficCounters
+from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.dtensor.errors import ErrorKey, SiteError
+from lightning_taco.dtensor.session import COMPRESSED
+
+
+def start_lines(config: CompressionConfig | None, element: str, mesh: DeviceMesh) -> list[str]:
+    """What will be compressed, one line a fact."""
+    names = mesh.mesh_dim_names or ()
+    sizes = ", ".join(f"{name}={mesh.size(axis)}" for axis, name in enumerate(names))
+    lines = [f"lightning_taco: mesh {sizes}"]
+    if config is None:
+        return [*lines, "lightning_taco: compression is off; tensors travel as they are"]
+    for direction, codec in (("forward", config.forward), ("backward", config.backward)):
+        lines.append(f"lightning_taco: {direction}: {_codec_text(codec, element)}")
+    lines.append(
+        "lightning_taco: compressed are exchanges of intermediate tensors over the tensor_parallel axis of at least "
+        f"{format_bytes(config.min_bytes)}, in training" + (" and evaluation" if config.during_validation else "")
+    )
+    if config.exclude:
+        lines.append(f"lightning_taco: sent as they are: modules matching {', '.join(config.exclude)}")
+    for pattern, recipe in config.recipes.items():
+        lines.append(f"lightning_taco: modules matching {pattern} use the recipe {recipe!r}")
+    return lines
+
+
+def end_table(traffic: TrafficCounters, errors: Mapping[ErrorKey, SiteError]) -> Table:
+    """Bytes that would have been sent and bytes sent by one rank, their ratio, and the worst site."""
+    table = Table(title="lightning_taco: what one rank sent over the tensor-parallel axis")
+    for name in ("exchange", "messages", "would have been sent", "sent", "ratio"):
+        table.add_column(name, justify="left" if name == "exchange" else "right")
+    for direction in ("forward", "backward"):
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            count = traffic.total(outcome=COMPRESSED, kind=kind, direction=direction)
+            if count.num_messages:
+                table.add_row(f"{kind}, {direction}", *_cells(count))
+    everything, compressed = traffic.total(), traffic.total(outcome=COMPRESSED)
+    if everything.num_messages > compressed.num_messages:
+        table.add_row("not compressed", *_cells(_difference(everything, compressed)))
+    table.add_section()
+    table.add_row("all", *_cells(everything))
+    table.caption = worst_site_text(errors)
+    return table
+
+
+def print_end_table(
+    traffic: TrafficCounters, errors: Mapping[ErrorKey, SiteError], console: Console | None = None
+) -> None:
+    """Print `end_table`, and why exchanges were not compressed."""
+    console = console or Console()
+    console.print(end_table(traffic, errors))
+    for reason, count in sorted(traffic.stock_reasons().items(), key=lambda item: -item[1]):
+        console.print(f"  not compressed, {count} messages: {reason}", markup=False, highlight=False)
+
+
+def worst_site_text(errors: Mapping[ErrorKey, SiteError]) -> str | None:
+    """The site with the largest relative error, in words; ``None`` when nothing was sampled."""
+    if not errors:
+        return None
+    key = max(errors, key=lambda candidate: (errors[candidate].num_nonfinite > 0, errors[candidate].relative_l2_error))
+    error = errors[key]
+    text = (
+        f"worst site: {key.site or '(outside any module)'}, {key.direction} {key.kind}: relative L2 error "
+        f"{error.relative_l2_error:.2%} ({error.decibels:.1f} dB)"
+    )
+    return text + (f", {error.num_nonfinite} non-finite values" if error.num_nonfinite else "")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> format_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _codec_text(codec: CodecConfig | None, element: str) -> str:
+    if codec is None:
+        return "as it is"
+    resolved = codec.resolved(element)  # type: ignore[arg-type]
+    chosen = " (chosen for this device)" if codec.element == "auto" else ""
+    return f"{resolved}{chosen}, {resolved.bits_per_value:g} bits a value"
+
+
+def _cells(count: TrafficCount) -> tuple[str, str, str, str]:
+    return (
+        str(count.num_messages),
+        format_bytes(count.stock_bytes),
+        format_bytes(count.sent_bytes),
+        f"{count.ratio:.2f}x",
+    )
+
+
+def _difference(whole: TrafficCount, part: TrafficCount) -> TrafficCount:
+    return TrafficCount(
+        num_messages=whole.num_messages - part.num_messages,
+        stock_bytes=whole.stock_bytes - part.stock_bytes,
+        sent_bytes=whole.sent_bytes - part.sent_bytes,
+    )
