@@ -17,7 +17,7 @@ RECIPE_NAMES = ("default", "taco", "int8", "none")
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in allowed:
+    if not isinstance(value, type(allowed[0])) or isinstance(value, bool) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; use one of {_listed(allowed)}.")
 
 
@@ -77,7 +77,7 @@ class CodecConfig:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CompressionConfig:
     """What a strategy compresses.
 
@@ -109,16 +109,31 @@ class CompressionConfig:
                 raise ValueError(f"{name}={codec!r} is neither a CodecConfig nor None; use {name}=CodecConfig(...).")
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
             raise ValueError(f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up.")
+        if not isinstance(self.during_validation, bool):
+            raise ValueError(f"during_validation={self.during_validation!r} is not a boolean; use True or False.")
         if isinstance(self.exclude, str):
             raise ValueError(f"exclude={self.exclude!r} is one string; use a list of patterns, [{self.exclude!r}].")
+        if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(each, str) for each in self.exclude):
+            raise ValueError(f"exclude={self.exclude!r} is not a list of patterns; use [] for none.")
+        if not isinstance(self.recipes, Mapping):
+            raise ValueError(f"recipes={self.recipes!r} is not a mapping of patterns to recipes; use {{}} for none.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         object.__setattr__(self, "recipes", dict(self.recipes))
         for pattern, recipe in self.recipes.items():
             if recipe not in RECIPE_NAMES:
                 raise ValueError(f"recipes[{pattern!r}]={recipe!r} is unknown; use one of {_listed(RECIPE_NAMES)}.")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompressionConfig) and self._key == other._key
+
     def __hash__(self) -> int:
-        return hash((self.forward, self.backward, self.min_bytes, tuple(self.exclude), tuple(self.recipes.items())))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        # Of `recipes` the order counts too: the first pattern that matches wins.
+        rules = (tuple(self.exclude), tuple(self.recipes.items()))
+        return (self.forward, self.backward, self.min_bytes, rules, self.during_validation)
 
     def codec_for(self, site: str, direction: Literal["forward", "backward"]) -> CodecConfig | None:
         """The codec for exchanges of module `site` in `direction`; ``None`` where they go as they are.

@@ -28,11 +28,12 @@ def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> 
         out: ``uint8 [R, message_bytes]``, contiguous, to write to.
 
     Returns:
-        ``uint8 [R, message_bytes]``, with `message_bytes` as in `MessageLayout`.
+        ``uint8 [R, message_bytes]``, with `message_bytes` as in `MessageLayout`. The padding at the end of a message
+        has no defined content.
 
     Raises:
         TypeError: for another dtype, or an element that is still ``"auto"``.
-        ValueError: for a tensor that is not 2-D.
+        ValueError: for a tensor that is not 2-D, or an `out` that does not fit.
 
     Cost: reads the values once, writes the message once; one launch.
 
@@ -46,6 +47,7 @@ def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> 
     """
     _require_values(values, codec)
     layout = MessageLayout.of(values.shape[1], codec)
+    _require_out(out, (values.shape[0], layout.message_bytes), torch.uint8, values)
     if not _uses_triton(values):
         messages = reference.encode_reference(values, codec)
         return messages if out is None else out.copy_(messages)
@@ -74,11 +76,14 @@ def decode(
         ``[R, N]`` of `dtype`. A block that held a NaN or an Inf is NaN.
 
     Raises:
-        ValueError: for messages whose size does not fit `num_values` and `codec`.
+        TypeError: for another dtype, or an element that is still ``"auto"``.
+        ValueError: for messages whose size does not fit `num_values` and `codec`, or an `out` that does not fit.
 
     Cost: reads the messages once, writes the values once; one launch.
     """
     _require_messages(messages, codec, num_values)
+    _require_value_dtype("decoded values", dtype)
+    _require_out(out, (messages.shape[0], num_values), dtype, messages, may_have_gaps=True)
     if not _uses_triton(messages):
         values = reference.decode_reference(messages, codec, num_values, dtype)
         return values if out is None else out.copy_(values)
@@ -105,18 +110,22 @@ def decode_sum(
         codec: the one that encoded them.
         num_values: N, values in each message.
         dtype: of the result.
-        average: divide the sum by S, in fp32, before it is rounded to `dtype`.
+        average: multiply the sum by 1/S, in fp32, before it is rounded to `dtype`.
         out: ``[N]`` of `dtype`, contiguous, to write to.
 
     Returns:
         ``[N]`` of `dtype`.
 
     Raises:
-        ValueError: for messages whose size does not fit `num_values` and `codec`.
+        TypeError: for another dtype, or an element that is still ``"auto"``.
+        ValueError: for messages whose size does not fit `num_values` and `codec`, or an `out` that does not fit.
 
     Cost: reads the S messages once, writes N values once; one rotation; one launch.
     """
     _require_messages(messages, codec, num_values)
+    _require_sources(messages)
+    _require_value_dtype("decoded values", dtype)
+    _require_out(out, (num_values,), dtype, messages)
     if not _uses_triton(messages):
         total = reference.decode_sum_reference(messages, codec, num_values, dtype, average=average)
         return total if out is None else out.copy_(total)
@@ -137,14 +146,15 @@ def requantize(
         messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order.
         codec: the one that encoded them, and that encodes the sum.
         num_values: N, values in each message.
-        average: divide the sum by S, in fp32.
+        average: multiply the sum by 1/S, in fp32.
         out: ``uint8 [1, message_bytes]`` to write to.
 
     Returns:
         ``uint8 [1, message_bytes]``.
 
     Raises:
-        ValueError: for messages whose size does not fit `num_values` and `codec`.
+        TypeError: for another dtype, or an element that is still ``"auto"``.
+        ValueError: for messages whose size does not fit `num_values` and `codec`, or an `out` that does not fit.
 
     Cost: reads the S messages once, writes one; no rotation; one launch.
 
@@ -152,6 +162,8 @@ def requantize(
     may stay rotated, which saves the paper's inverse and second rotation.
     """
     _require_messages(messages, codec, num_values)
+    _require_sources(messages)
+    _require_out(out, (1, messages.shape[1]), torch.uint8, messages)
     if not _uses_triton(messages):
         message = reference.requantize_reference(messages, codec, num_values, average=average)
         return message if out is None else out.copy_(message)
@@ -166,19 +178,51 @@ def _uses_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and _compat.has_triton()
 
 
-def _require_values(values: Tensor, codec: CodecConfig) -> None:
+def _require_resolved(codec: CodecConfig) -> None:
     if codec.element == "auto":
         raise TypeError("the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8').")
-    if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values have dtype {values.dtype}; bfloat16, float16 or float32 is needed.")
+
+
+def _require_value_dtype(what: str, dtype: torch.dtype) -> None:
+    if dtype not in VALUE_DTYPES:
+        raise TypeError(f"{what} have dtype {dtype}; bfloat16, float16 or float32 is needed.")
+
+
+def _require_values(values: Tensor, codec: CodecConfig) -> None:
+    _require_resolved(codec)
+    _require_value_dtype("values", values.dtype)
     if values.dim() != 2:
         raise ValueError(f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message.")
 
 
 def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
+    _require_resolved(codec)
     message_bytes = MessageLayout.of(num_values, codec).message_bytes
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
         raise ValueError(
             f"messages have shape {tuple(messages.shape)} and dtype {messages.dtype}; {num_values} values in "
             f"{codec} need uint8 [rows, {message_bytes}]."
+        )
+    if not messages.is_contiguous():
+        raise ValueError(
+            "messages are not contiguous, but each must follow the one before; pass messages.contiguous()."
+        )
+
+
+def _require_sources(messages: Tensor) -> None:
+    if messages.shape[0] == 0:
+        raise ValueError("there is no message to sum; at least one row is needed.")
+
+
+def _require_out(
+    out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, *, may_have_gaps: bool = False
+) -> None:
+    """Refuse a buffer that a kernel would write past, or in another format; `may_have_gaps` is about its rows."""
+    if out is None:
+        return
+    is_dense = out.is_contiguous() or (may_have_gaps and out.stride(-1) == 1)
+    if out.shape != shape or out.dtype != dtype or out.device != like.device or not is_dense:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}{'' if is_dense else ', not contiguous'}; "
+            f"{dtype} {shape} on {like.device}, contiguous, is needed."
         )

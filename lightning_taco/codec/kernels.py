@@ -14,6 +14,7 @@ Offsets are 64-bit: a tensor may hold more than 2^31 values.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ def _e4m3_value(code):
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     subnormal = magnitude.to(tl.float32) * 0.001953125
     value = tl.where(magnitude < 8, subnormal, normal)
-    return tl.where(wide >= 128, -value, value)
+    # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
+    signed = value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)
+    return signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -380,16 +383,17 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor) -> Tenso
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
     layout = MessageLayout.of(values.shape[1], codec)
     if layout.num_blocks and values.shape[0]:
-        encode_kernel[_grid(layout, codec, values.shape[0])](
-            values,
-            messages,
-            values.shape[1],
-            values.stride(0),
-            *_offsets(layout),
-            ROTATE=codec.rotation,
-            CODE_MAX_=CODE_MAX[codec.element],
-            **_options(codec, values.device),
-        )
+        with _on_device(values):
+            encode_kernel[_grid(layout, codec, values.shape[0])](
+                values,
+                messages,
+                values.shape[1],
+                values.stride(0),
+                *_offsets(layout),
+                ROTATE=codec.rotation,
+                CODE_MAX_=CODE_MAX[codec.element],
+                **_options(codec, values.device),
+            )
     return messages
 
 
@@ -399,18 +403,19 @@ def decode_triton(
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
     layout = MessageLayout.of(values.shape[1], codec)
     if layout.num_blocks and values.shape[0]:
-        decode_kernel[_grid(layout, codec, values.shape[0])](
-            messages,
-            values,
-            values.shape[1],
-            values.stride(0),
-            *_offsets(layout),
-            1.0 / num_sources,
-            NUM_SOURCES=num_sources,
-            AVERAGE=average,
-            ROTATE=codec.rotation,
-            **_options(codec, values.device),
-        )
+        with _on_device(values):
+            decode_kernel[_grid(layout, codec, values.shape[0])](
+                messages,
+                values,
+                values.shape[1],
+                values.stride(0),
+                *_offsets(layout),
+                1.0 / num_sources,
+                NUM_SOURCES=num_sources,
+                AVERAGE=average,
+                ROTATE=codec.rotation,
+                **_options(codec, values.device),
+            )
     return values
 
 
@@ -420,17 +425,25 @@ def requantize_triton(
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
     layout = MessageLayout.of(num_values, codec)
     if layout.num_blocks:
-        requantize_kernel[_grid(layout, codec, 1)](
-            messages,
-            message,
-            *_offsets(layout),
-            1.0 / messages.shape[0],
-            NUM_SOURCES=messages.shape[0],
-            AVERAGE=average,
-            CODE_MAX_=CODE_MAX[codec.element],
-            **_options(codec, messages.device),
-        )
+        with _on_device(messages):
+            requantize_kernel[_grid(layout, codec, 1)](
+                messages,
+                message,
+                *_offsets(layout),
+                1.0 / messages.shape[0],
+                NUM_SOURCES=messages.shape[0],
+                AVERAGE=average,
+                CODE_MAX_=CODE_MAX[codec.element],
+                **_options(codec, messages.device),
+            )
     return message
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _grid(layout: MessageLayout, codec: CodecConfig, num_rows: int) -> tuple[int, int]:

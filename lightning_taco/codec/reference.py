@@ -155,6 +155,8 @@ def _pack(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: Co
 def _scales(messages: Tensor, offset_bytes: int, layout: MessageLayout) -> Tensor:
     """The fp32 ``[R, num_blocks]`` that start at `offset_bytes` of each message, as a view."""
     start = offset_bytes // 4
+    if layout.num_blocks == 0:  # no values: an empty row cannot be viewed as another dtype
+        return torch.empty(messages.shape[0], 0, device=messages.device)
     return messages.view(torch.float32)[:, start : start + layout.num_blocks]
 
 

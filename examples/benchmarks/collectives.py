@@ -1,0 +1,178 @@
+"""Codec kernels against a copy, and compressed collectives against NCCL's own.
+
+Run on CUDA devices, one process each::
+
+    torchrun --nproc-per-node 2 examples/benchmarks/collectives.py
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 examples/benchmarks/collectives.py            # PCIe without peers
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo torchrun ...                     # Ethernet
+
+Times are medians of interleaved rounds, by CUDA events; inputs are random, new in each round, and larger together than
+the cache. Every result is compared with the exact one in the same run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_taco import CodecConfig
+from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
+from lightning_taco.collectives import all_gather, all_reduce, reduce_scatter
+
+CODECS = {
+    "e4m3": CodecConfig(element="e4m3"),
+    "taco": CodecConfig(element="e4m3", scale_mode="dual"),
+    "int8": CodecConfig(element="int8"),
+}
+MEBI = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes-mib", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="bf16 tensors, MiB")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
+    parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
+    parser.add_argument("--no-kernels", action="store_true", help="measure collectives only")
+    arguments = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    results: dict[str, list[dict[str, float | str]]] = {"kernels": [], "collectives": []}
+    if not arguments.no_kernels:
+        results["kernels"] = [
+            row for name, codec in CODECS.items() for row in kernel_rows(name, codec, arguments.rounds)
+        ]
+    for size in arguments.sizes_mib:
+        results["collectives"] += collective_rows(size, arguments.rounds)
+    if rank == 0:
+        print_tables(results)
+        if arguments.output:
+            arguments.output.write_text(json.dumps({"torch": torch.__version__, **results}, indent=1))
+    dist.destroy_process_group()
+
+
+def kernel_rows(
+    name: str, codec: CodecConfig, rounds: int, num_values: int = 32 * MEBI
+) -> list[dict[str, float | str]]:
+    """Encode, decode and requantise (two messages to one) of 64 MiB of bf16, and a copy of as many bytes."""
+    inputs = [torch.randn(1, num_values, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    messages = [encode(values, codec) for values in inputs]
+    pairs = [
+        torch.cat([encode(values, codec), message]) for values, message in zip(inputs, messages[::-1], strict=True)
+    ]
+    target, message, values = torch.empty_like(inputs[0]), torch.empty_like(messages[0]), torch.empty_like(inputs[0])
+    layout = MessageLayout.of(num_values, codec)
+    moved = {
+        "copy": 4 * num_values,
+        "encode": 2 * num_values + layout.message_bytes,
+        "decode": 2 * num_values + layout.message_bytes,
+        "requantize": 3 * layout.message_bytes,
+        "decode_sum": 2 * num_values + 2 * layout.message_bytes,
+    }
+    calls: dict[str, Callable[[int], object]] = {
+        "copy": lambda i: target.copy_(inputs[i]),
+        "encode": lambda i: encode(inputs[i], codec, out=message),
+        "decode": lambda i: decode(messages[i], codec, num_values, torch.bfloat16, out=values),
+        "requantize": lambda i: requantize(pairs[i], codec, num_values, out=message),
+        "decode_sum": lambda i: decode_sum(pairs[i], codec, num_values, torch.bfloat16, out=values.view(-1)),
+    }
+    times = interleaved_medians(calls, rounds, num_inputs=4)
+    copy_rate = moved["copy"] / times["copy"]
+    return [
+        {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
+        for key, time in times.items()
+    ]
+
+
+def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
+    """Each collective, the library's and ours, on a bf16 tensor of `size_mib`."""
+    group, world_size = dist.group.WORLD, dist.get_world_size()
+    hidden = 4096
+    tokens = size_mib * MEBI // 2 // hidden
+    num_inputs = max(2, min(6, 512 // size_mib))
+    inputs = [torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(num_inputs)]
+    shards = [values.chunk(world_size)[dist.get_rank()].contiguous() for values in inputs]
+    scattered, gathered = torch.empty_like(shards[0]), torch.empty_like(inputs[0])
+    stock: dict[str, Callable[[int], Tensor]] = {
+        "all_reduce": lambda i: _in_place_all_reduce(inputs[i].clone()),
+        "reduce_scatter": lambda i: _out(dist.reduce_scatter_tensor, scattered, inputs[i]),
+        "all_gather": lambda i: _out(dist.all_gather_into_tensor, gathered, shards[i]),
+    }
+    ours: dict[str, Callable[[int, CodecConfig], Tensor]] = {
+        "all_reduce": lambda i, codec: all_reduce(inputs[i], codec, group),
+        "reduce_scatter": lambda i, codec: reduce_scatter(inputs[i], codec, group),
+        "all_gather": lambda i, codec: all_gather(shards[i], codec, group),
+    }
+    calls: dict[str, Callable[[int], object]] = {"clone": lambda i: inputs[i].clone()}
+    for kind, run in stock.items():
+        calls[f"{kind}/stock"] = run
+        for name, codec in CODECS.items():
+            calls[f"{kind}/{name}"] = lambda i, kind=kind, codec=codec: ours[kind](i, codec)
+    errors = {
+        f"{kind}/{name}": _relative_error(ours[kind](0, codec), stock[kind](0))
+        for kind in stock
+        for name, codec in CODECS.items()
+    }
+    times = interleaved_medians(calls, rounds, num_inputs)
+    rows = []
+    for key in errors:
+        kind, name = key.split("/")
+        # NCCL's all-reduce is in place and is given a copy, whose time is taken off again.
+        baseline = times[f"{kind}/stock"] - (times["clone"] if kind == "all_reduce" else 0)
+        row = {"kind": kind, "codec": name, "MiB": size_mib, "stock_us": baseline, "us": times[key]}
+        rows.append({**row, "speedup": baseline / times[key], "relative_error": errors[key]})
+    return rows
+
+
+def interleaved_medians(calls: dict[str, Callable[[int], object]], rounds: int, num_inputs: int) -> dict[str, float]:
+    """Microseconds of each call, median over rounds in which the calls take turns."""
+    for call in calls.values():
+        for index in range(num_inputs):
+            call(index)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            dist.barrier()
+            call(0)  # so that the timed calls do not wait for ranks to meet
+            start.record()
+            for index in range(num_inputs):
+                call(index)
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1000 / num_inputs)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def print_tables(results: dict[str, list[dict[str, float | str]]]) -> None:
+    for name, rows in results.items():
+        if rows:
+            print(f"\n{name}")
+            print("  ".join(f"{column:>14}" for column in rows[0]))
+        for row in rows:
+            print("  ".join(f"{cell:>14.4g}" if isinstance(cell, float) else f"{cell!s:>14}" for cell in row.values()))
+
+
+def _in_place_all_reduce(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _out(collective: Callable[[Tensor, Tensor], object], out: Tensor, values: Tensor) -> Tensor:
+    collective(out, values)
+    return out
+
+
+def _relative_error(result: Tensor, exact: Tensor) -> float:
+    return ((result.float() - exact.float()).norm() / exact.float().norm()).item()
+
+
+if __name__ == "__main__":
+    main()
