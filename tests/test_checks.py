@@ -59,14 +59,8 @@ def test_mesh_sizes_that_fit(data: int | str, tensor: int | str, world: int, num
 @pytest.mark.parametrize(
     ("data", "tensor", "world", "num_nodes", "text"),
     [
-        (
-            1,
-            3,
-            2,
-            1,
-            "data_parallel_size=1 x tensor_parallel_size=3 needs 3 processes, but this run has 2 (num_nodes=1",
-        ),
-        (1, 3, 2, 1, "x devices=2). Use tensor_parallel_size=2, or change devices and num_nodes so that"),
+        (1, 3, 2, 1, "data_parallel_size=1 x tensor_parallel_size=3 needs 3 processes, but this run has 2 (num_n"),
+        (1, 3, 2, 1, "(num_nodes=1 x devices=2). Use tensor_parallel_size=2, or change devices and num_nodes"),
         ("auto", 2, 8, 2, "data_parallel_size=2 x tensor_parallel_size=2 needs 4 processes, but this run has 8 ("),
         ("auto", 2, 8, 2, "Use data_parallel_size=4, or"),
         (2, "auto", 2, 1, "data_parallel_size=2 x tensor_parallel_size=2 needs 4 processes, but this run has 2 ("),
@@ -282,18 +276,24 @@ def test_what_is_refused_does_fail() -> None:
     assert first != second
 
 
-def test_column_parallel_layers_of_other_modules_do_not_count() -> None:
-    """A head with plain local logits beside an uneven row-parallel layer that gets its input whole."""
-
+@pytest.mark.parametrize(
+    "plan",
+    [
+        # a head with plain local logits, in another module
+        {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(), "head": ColwiseParallel()},
+        # a layer beside it, with a plain local output that is not its input
+        {"beside": ColwiseParallel(), "down": RowwiseParallel()},
+        # a plain input that every rank has whole
+        {"up": ColwiseParallel(), "down": RowwiseParallel(input_layouts=Replicate())},
+    ],
+)
+def test_uneven_row_that_gets_no_plain_shard(plan: Plan) -> None:
     def rank_function(rank: int) -> str:
-        model = nn.ModuleDict({"mlp": mlp(15), "head": nn.Linear(8, 30)})
-        plan = {
-            "mlp.0": ColwiseParallel(use_local_output=False),
-            "mlp.2": RowwiseParallel(),
-            "head": ColwiseParallel(),
-        }
+        inner = {"up": nn.Linear(8, 15), "beside": nn.Linear(8, 16), "down": nn.Linear(15, 8)}
+        model = nn.ModuleDict({"mlp": nn.ModuleDict(inner), "head": nn.Linear(8, 30)})
+        paths = {name if name == "head" else f"mlp.{name}": style for name, style in plan.items()}
         mesh = mesh_of(2)
-        return error_of(lambda: checks.check_even_shards(parallelize_module(model, mesh, plan), mesh))
+        return error_of(lambda: checks.check_even_shards(parallelize_module(model, mesh, paths), mesh))
 
     assert run_threads(2, rank_function) == ["no error"] * 2
 

@@ -288,6 +288,7 @@ def test_nothing_is_left_behind(is_failing: bool, caplog: pytest.LogCaptureFixtu
             model.extra = head
             model.extra.weight = model.embedding.weight
             model.to_empty(device="meta")  # a new parameter for each place
+            model.late = nn.Linear(2, 2)
             if is_failing:
                 raise RuntimeError("plan failed")
 
