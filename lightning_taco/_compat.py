@@ -105,6 +105,12 @@ def storage_pointer(tensor: torch.Tensor) -> int:
         return 0
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself, or what an asynchronous functional collective has brought: until it is waited for, such a tensor
+    has no address to give to a kernel. On CUDA the stream waits, not the host."""
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
 def is_tracing() -> bool:
     """Whether operations are being recorded into a graph (torch.compile, make_fx) instead of executed."""
     return funcol._are_we_tracing()

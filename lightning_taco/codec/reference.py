@@ -122,7 +122,7 @@ def _alpha(mean_energy: Tensor, code_max: float) -> Tensor:
 
 
 def _divide(numerator: float, denominator: Tensor) -> Tensor:
-    """One IEEE division; ``number / tensor`` would be a reciprocal and a product in torch, rounded twice."""
+    """One IEEE division. With a number on either side torch may multiply by a reciprocal, which rounds twice."""
     return torch.full_like(denominator, numerator) / denominator
 
 
@@ -140,7 +140,7 @@ def _pack(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: Co
     finite = torch.isfinite(amax)
     usable = finite & (amax >= SMALLEST_AMAX)
     scale = torch.where(usable, _divide(code_max, amax), 0.0)
-    scale_inv = torch.where(finite, torch.where(usable, amax / code_max, 0.0), torch.nan)
+    scale_inv = torch.where(finite, torch.where(usable, amax / torch.full_like(amax, code_max), 0.0), torch.nan)
     quantized = torch.where(usable, blocks * scale, 0.0)
     messages = torch.zeros(blocks.shape[0], layout.message_bytes, dtype=torch.uint8, device=blocks.device)
     codes = quantized.to(torch.float8_e4m3fn) if codec.element == "e4m3" else quantized.round().to(torch.int8)

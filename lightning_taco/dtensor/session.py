@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -119,6 +119,7 @@ class CompressionSession:
         self.record(exchange, site, codec, outcome)
         if codec is None:
             return stock()
+        exchange = replace(exchange, tensor=_compat.waited(exchange.tensor))
         self.observe(exchange, site, codec)
         return exchange.run(codec, self.group)
 
