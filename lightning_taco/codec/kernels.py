@@ -23,15 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco import _compat
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, MIX_FACTORS, MIX_SHIFTS
 from lightning_taco.codec.layout import MessageLayout
-from lightning_taco.codec.reference import (
-    ALPHA_EPSILON,
-    ALPHA_MAX,
-    ALPHA_MIN,
-    CODE_MAX,
-    SMALLEST_AMAX,
-)
-from lightning_taco.config import CodecConfig
+from lightning_taco.codec.reference import ALPHA_EPSILON, ALPHA_MAX, ALPHA_MIN, SMALLEST_AMAX
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -44,10 +39,9 @@ _INF_BITS = tl.constexpr(0x7F800000)
 # Adding 1.5 * 2^23 rounds a small fp32 to an integer, ties to even, and leaves it in the low bits.
 _ROUND_MAGIC = tl.constexpr(12582912.0)
 _ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
-# Adding 2^14 rounds to a multiple of 2^-9, the spacing of E4M3's subnormals.
-_SUBNORMAL_MAGIC = tl.constexpr(16384.0)
-_SUBNORMAL_MAGIC_BITS = tl.constexpr(0x46800000)
-_SMALLEST_NORMAL_E4M3_BITS = tl.constexpr(0x3C800000)  # 2^-6 as fp32
+_MIX_SHIFT_0, _MIX_SHIFT_1, _MIX_SHIFT_2 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
+_MIX_FACTOR_0, _MIX_FACTOR_1 = (tl.constexpr(factor) for factor in MIX_FACTORS)
+_TWO_POW_MINUS_24 = tl.constexpr(2.0**-24)
 
 
 @triton.jit
@@ -74,51 +68,157 @@ def _pairwise_sum(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: t
 
 
 @triton.jit
-def _e4m3_code(quantized):
-    """fp32 within [-448, 448] -> E4M3 bits, ties to even, by integer arithmetic: exact where the cast is not."""
-    bits = quantized.to(tl.int32, bitcast=True)
-    magnitude = bits & _ABS_MASK
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    shifted = magnitude.to(tl.float32, bitcast=True) + _SUBNORMAL_MAGIC
-    subnormal = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_MAGIC_BITS
-    code = tl.where(magnitude < _SMALLEST_NORMAL_E4M3_BITS, subnormal, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+def _mix(bits):
+    bits = bits ^ (bits >> _MIX_SHIFT_0)
+    bits = bits * _MIX_FACTOR_0
+    bits = bits ^ (bits >> _MIX_SHIFT_1)
+    bits = bits * _MIX_FACTOR_1
+    return bits ^ (bits >> _MIX_SHIFT_2)
 
 
 @triton.jit
-def _e4m3_value(code):
-    """E4M3 bits, none of them NaN -> fp32, exactly, by integer arithmetic."""
+def _random_bits(index, seed_low, seed_high):
+    """32 random bits for each position, a function of position and seed only; index int64."""
+    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    return _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+
+
+@triton.jit
+def _float_code(
+    quantized, noise, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """fp32 within the format's range -> bits of an 8-bit float by integer arithmetic: exact where the cast is not."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = quantized.to(tl.int32, bitcast=True)
+    magnitude = bits & _ABS_MASK
+    if STOCHASTIC:
+        rounding = (noise & ((1 << DROPPED) - 1)).to(tl.int32)
+    else:
+        rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
+    normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
+    if STOCHASTIC:
+        steps = tl.floor(steps + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24)
+        subnormal = steps.to(tl.int32)
+    else:
+        subnormal = (steps + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    return (tl.minimum(code, LARGEST) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Bits of an 8-bit float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
     wide = code.to(tl.int32)
     magnitude = wide & 0x7F
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * 0.001953125
-    value = tl.where(magnitude < 8, subnormal, normal)
+    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
+    value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
     # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
     signed = value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)
     return signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _to_code(quantized, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    if ELEMENT == "int8":
-        rounded = (quantized + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-        code = (rounded & 0xFF).to(tl.uint8)
-    elif NATIVE_FP8:
-        code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+def _to_code(
+    quantized,
+    noise,
+    ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """fp32 -> one uint8 code a value, not packed; LARGEST is the largest integer, or the largest float's bits."""
+    if MANTISSA == 0:
+        if STOCHASTIC:
+            rounded = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
+            rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+        else:
+            rounded = (quantized + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+        code = (rounded & ((1 << BITS) - 1)).to(tl.uint8)
+    elif NATIVE_FP8 and not STOCHASTIC:
+        if ELEMENT == "e4m3":
+            code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            code = quantized.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        code = _e4m3_code(quantized)
+        code = _float_code(quantized, noise, MANTISSA, BIAS, LARGEST, STOCHASTIC)
     return code
 
 
 @triton.jit
-def _from_code(code, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    if ELEMENT == "int8":
-        value = code.to(tl.int8, bitcast=True).to(tl.float32)
+def _from_code(
+    code,
+    ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    if MANTISSA == 0:
+        value = ((code.to(tl.int32) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))).to(tl.float32)
     elif NATIVE_FP8:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        if ELEMENT == "e4m3":
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            value = code.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        value = _e4m3_value(code)
+        value = _float_value(code, MANTISSA, BIAS)
     return value
+
+
+@triton.jit
+def _fold(values, WIDTH: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr):
+    """[TILE, SIZE] -> [TILE, SIZE // 2]: the second half of each row above the first, WIDTH bits up."""
+    halves = tl.permute(tl.reshape(values, (TILE, 2, SIZE // 2)), (0, 2, 1))
+    first, second = tl.split(halves)
+    return first | (second << WIDTH)
+
+
+@triton.jit
+def _store_codes(
+    message, code, blocks, valid, high_offset_bytes, BITS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write one code a value, uint8 [TILE, BLOCK], packed to BITS bits (see `codec.layout`)."""
+    if BITS == 8:
+        tl.store(message + blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], code, mask=valid[:, None])
+    else:
+        low = _fold(code & 15, 4, TILE, BLOCK)
+        HALF: tl.constexpr = BLOCK // 2
+        tl.store(message + blocks[:, None] * HALF + tl.arange(0, HALF)[None, :], low, mask=valid[:, None])
+        if BITS > 4:
+            high = _fold(code >> 4, BITS - 4, TILE, BLOCK)
+            high = _fold(high, 2 * (BITS - 4), TILE, HALF)
+            if BITS == 5:
+                high = _fold(high, 4, TILE, HALF // 2)
+            PLANE: tl.constexpr = BLOCK * (BITS - 4) // 8
+            offsets = high_offset_bytes + blocks[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
+            tl.store(message + offsets, high, mask=valid[:, None])
+
+
+@triton.jit
+def _load_codes(message, blocks, valid, high_offset_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The codes of the tile, uint8 [TILE, BLOCK]; each byte of a plane is read by all values that it holds."""
+    value = tl.arange(0, BLOCK)[None, :]
+    if BITS == 8:
+        code = tl.load(message + blocks[:, None] * BLOCK + value, mask=valid[:, None], other=0)
+    else:
+        HALF: tl.constexpr = BLOCK // 2
+        low = tl.load(message + blocks[:, None] * HALF + value % HALF, mask=valid[:, None], other=0)
+        code = (low >> (4 * (value // HALF)).to(tl.uint8)) & 15
+        if BITS > 4:
+            PLANE: tl.constexpr = BLOCK * (BITS - 4) // 8
+            part = value // PLANE
+            # Folding puts the halves BITS - 4 bits apart, then the quarters, then (5 bits) the eighths.
+            shift = ((part & 1) << 2) | (part & 2) | (part >> 2 if BITS == 5 else 0)
+            offsets = high_offset_bytes + blocks[:, None] * PLANE + value % PLANE
+            high = tl.load(message + offsets, mask=valid[:, None], other=0)
+            high = (high >> shift.to(tl.uint8)) & ((1 << (BITS - 4)) - 1)
+            code = code | (high << 4)
+    return code
 
 
 @triton.jit
@@ -133,11 +233,20 @@ def _store_message(
     alpha,  # fp32 [TILE, 1]
     message,  # uint8 pointer to the start of the message
     blocks,  # int64 [TILE]
+    first_block,  # blocks in the rows before this one, for the random numbers
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
+    seed_low,
+    seed_high,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     CODE_MAX_: tl.constexpr,
     TILE: tl.constexpr,
@@ -154,9 +263,13 @@ def _store_message(
     scale_inv = tl.where(usable, tl.div_rn(safe_amax, code_max), 0.0)
     scale_inv = tl.where(finite, scale_inv, float("nan"))
     quantized = tl.where(usable[:, None], values * scale[:, None], 0.0)
-    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     valid = blocks < num_blocks
-    tl.store(message + offsets, _to_code(quantized, ELEMENT, NATIVE_FP8), mask=valid[:, None])
+    noise = tl.zeros([TILE, BLOCK], tl.uint32)
+    if STOCHASTIC:
+        index = (first_block + blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        noise = _random_bits(index, seed_low, seed_high)
+    code = _to_code(quantized, noise, ELEMENT, BITS, MANTISSA, BIAS, LARGEST, NATIVE_FP8, STOCHASTIC)
+    _store_codes(message, code, blocks, valid, high_offset_bytes, BITS, TILE, BLOCK)
     scales = (message + scale_offset_bytes).to(tl.pointer_type(tl.float32))
     tl.store(scales + blocks, scale_inv, mask=valid)
     if DUAL:
@@ -170,23 +283,28 @@ def _load_rotated(
     message,
     blocks,
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The tile's codes times scale_inv, fp32 [TILE, BLOCK], still rotated."""
     valid = blocks < num_blocks
-    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    codes = tl.load(message + offsets, mask=valid[:, None], other=0)
+    codes = _load_codes(message, blocks, valid, high_offset_bytes, BITS, BLOCK)
     scales = (message + scale_offset_bytes).to(tl.pointer_type(tl.float32))
     scale_inv = tl.load(scales + blocks, mask=valid, other=0.0)
     if DUAL:
         alphas = (message + alpha_offset_bytes).to(tl.pointer_type(tl.float32))
         scale_inv = tl.div_rn(scale_inv, tl.load(alphas + blocks, mask=valid, other=1.0))
-    return _from_code(codes, ELEMENT, NATIVE_FP8) * scale_inv[:, None]
+    return _from_code(codes, ELEMENT, BITS, MANTISSA, BIAS, NATIVE_FP8) * scale_inv[:, None]
 
 
 @triton.jit
@@ -195,18 +313,38 @@ def _sum_rotated(
     message_bytes,
     blocks,
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
     factor,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     total = _load_rotated(
-        messages, blocks, num_blocks, scale_offset_bytes, alpha_offset_bytes, ELEMENT, NATIVE_FP8, DUAL, BLOCK
+        messages,
+        blocks,
+        num_blocks,
+        high_offset_bytes,
+        scale_offset_bytes,
+        alpha_offset_bytes,
+        ELEMENT,
+        BITS,
+        MANTISSA,
+        BIAS,
+        LARGEST,
+        NATIVE_FP8,
+        STOCHASTIC,
+        DUAL,
+        BLOCK,
     )
     for _ in range(1, NUM_SOURCES):
         messages += message_bytes
@@ -214,10 +352,16 @@ def _sum_rotated(
             messages,
             blocks,
             num_blocks,
+            high_offset_bytes,
             scale_offset_bytes,
             alpha_offset_bytes,
             ELEMENT,
+            BITS,
+            MANTISSA,
+            BIAS,
+            LARGEST,
             NATIVE_FP8,
+            STOCHASTIC,
             DUAL,
             BLOCK,
         )
@@ -234,10 +378,18 @@ def encode_kernel(
     row_stride,
     message_bytes,
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
+    seed_low,
+    seed_high,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     ROTATE: tl.constexpr,
     CODE_MAX_: tl.constexpr,
@@ -261,11 +413,20 @@ def encode_kernel(
         alpha,
         messages_ptr + row * message_bytes,
         blocks,
+        row * num_blocks,
         num_blocks,
+        high_offset_bytes,
         scale_offset_bytes,
         alpha_offset_bytes,
+        seed_low,
+        seed_high,
         ELEMENT,
+        BITS,
+        MANTISSA,
+        BIAS,
+        LARGEST,
         NATIVE_FP8,
+        STOCHASTIC,
         DUAL,
         CODE_MAX_,
         TILE,
@@ -281,13 +442,19 @@ def decode_kernel(
     row_stride,
     message_bytes,
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
     factor,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     ROTATE: tl.constexpr,
     TILE: tl.constexpr,
@@ -302,13 +469,19 @@ def decode_kernel(
         message_bytes,
         blocks,
         num_blocks,
+        high_offset_bytes,
         scale_offset_bytes,
         alpha_offset_bytes,
         factor,
         NUM_SOURCES,
         AVERAGE,
         ELEMENT,
+        BITS,
+        MANTISSA,
+        BIAS,
+        LARGEST,
         NATIVE_FP8,
+        STOCHASTIC,
         DUAL,
         BLOCK,
     )
@@ -325,13 +498,21 @@ def requantize_kernel(
     message_ptr,
     message_bytes,
     num_blocks,
+    high_offset_bytes,
     scale_offset_bytes,
     alpha_offset_bytes,
     factor,
+    seed_low,
+    seed_high,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
     ELEMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DUAL: tl.constexpr,
     CODE_MAX_: tl.constexpr,
     TILE: tl.constexpr,
@@ -345,13 +526,19 @@ def requantize_kernel(
         message_bytes,
         blocks,
         num_blocks,
+        high_offset_bytes,
         scale_offset_bytes,
         alpha_offset_bytes,
         factor,
         NUM_SOURCES,
         AVERAGE,
         ELEMENT,
+        BITS,
+        MANTISSA,
+        BIAS,
+        LARGEST,
         NATIVE_FP8,
+        STOCHASTIC,
         DUAL,
         BLOCK,
     )
@@ -364,11 +551,20 @@ def requantize_kernel(
         alpha,
         message_ptr,
         blocks,
+        0,
         num_blocks,
+        high_offset_bytes,
         scale_offset_bytes,
         alpha_offset_bytes,
+        seed_low,
+        seed_high,
         ELEMENT,
+        BITS,
+        MANTISSA,
+        BIAS,
+        LARGEST,
         NATIVE_FP8,
+        STOCHASTIC,
         DUAL,
         CODE_MAX_,
         TILE,
@@ -379,7 +575,7 @@ def requantize_kernel(
 VALUES_PER_PROGRAM = 4096
 
 
-def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor) -> Tensor:
+def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed: int = 0) -> Tensor:
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
     layout = MessageLayout.of(values.shape[1], codec)
     if layout.num_blocks and values.shape[0]:
@@ -390,6 +586,7 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor) -> Tenso
                 values.shape[1],
                 values.stride(0),
                 *_offsets(layout),
+                *_seed_halves(seed),
                 ROTATE=codec.rotation,
                 CODE_MAX_=CODE_MAX[codec.element],
                 **_options(codec, values.device),
@@ -420,7 +617,7 @@ def decode_triton(
 
 
 def requantize_triton(
-    messages: Tensor, codec: CodecConfig, num_values: int, message: Tensor, *, average: bool = False
+    messages: Tensor, codec: CodecConfig, num_values: int, message: Tensor, *, average: bool = False, seed: int = 0
 ) -> Tensor:
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
     layout = MessageLayout.of(num_values, codec)
@@ -431,6 +628,7 @@ def requantize_triton(
                 message,
                 *_offsets(layout),
                 1.0 / messages.shape[0],
+                *_seed_halves(seed),
                 NUM_SOURCES=messages.shape[0],
                 AVERAGE=average,
                 CODE_MAX_=CODE_MAX[codec.element],
@@ -450,15 +648,31 @@ def _grid(layout: MessageLayout, codec: CodecConfig, num_rows: int) -> tuple[int
     return triton.cdiv(layout.num_blocks, VALUES_PER_PROGRAM // codec.block_size), num_rows
 
 
-def _offsets(layout: MessageLayout) -> tuple[int, int, int, int]:
-    return layout.message_bytes, layout.num_blocks, layout.scale_offset_bytes, layout.alpha_offset_bytes
+def _offsets(layout: MessageLayout) -> tuple[int, int, int, int, int]:
+    return (
+        layout.message_bytes,
+        layout.num_blocks,
+        layout.high_plane_offset_bytes,
+        layout.scale_offset_bytes,
+        layout.alpha_offset_bytes,
+    )
+
+
+def _seed_halves(seed: int) -> tuple[int, int]:
+    return seed & 0x7FFFFFFF, seed >> 31
 
 
 def _options(codec: CodecConfig, device: torch.device) -> dict[str, Any]:
     native_fp8 = device.type == "cuda" and _compat.supports_fp8(device) and not INTERPRETED
+    form = FLOAT_FORMATS.get(codec.element)
     return {
         "ELEMENT": codec.element,
+        "BITS": BITS_PER_CODE[codec.element],
+        "MANTISSA": form.mantissa_bits if form else 0,
+        "BIAS": form.exponent_bias if form else 0,
+        "LARGEST": form.largest_code if form else int(CODE_MAX[codec.element]),
         "NATIVE_FP8": native_fp8,
+        "STOCHASTIC": codec.rounding == "stochastic",
         "DUAL": codec.scale_mode == "dual",
         "TILE": VALUES_PER_PROGRAM // codec.block_size,
         "BLOCK": codec.block_size,

@@ -1,5 +1,9 @@
 """Byte layout of a message: ``[codes, padded to 16 bytes][scale_inv][alpha, dual mode only]``, padded to 16 bytes.
 
+Codes of fewer than 8 bits are packed in two planes: the low 4 bits of all blocks, two values a byte, then the high bits
+(2 for int6, 1 for int5), four or eight values a byte. A byte holds values that lie half a block, a quarter, an eighth
+apart (value i with value i + block/2), so that packing folds halves and nothing crosses neighbours.
+
 Codes and scales share one buffer, so that one exchange carries both; every row of a batch of messages starts at a
 multiple of 16 bytes, so that 16-byte vector access holds.
 """
@@ -26,6 +30,7 @@ class MessageLayout:
 
     num_values: int
     num_blocks: int
+    high_plane_offset_bytes: int
     scale_offset_bytes: int
     alpha_offset_bytes: int
     message_bytes: int
@@ -40,6 +45,7 @@ class MessageLayout:
         return MessageLayout(
             num_values=num_values,
             num_blocks=num_blocks,
+            high_plane_offset_bytes=num_blocks * codec.block_size // 2,
             scale_offset_bytes=codes_bytes,
             alpha_offset_bytes=alpha_offset_bytes,
             message_bytes=_aligned(codes_bytes + num_scales * num_blocks * SCALE_BYTES),

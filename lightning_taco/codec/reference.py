@@ -7,8 +7,8 @@ Per block ``b`` of G values, in fp32:
 
     y         = H_G b / G                   H_G the Sylvester Hadamard matrix; y = b without rotation
     amax      = max |y|
-    scale     = Qmax / amax                 Qmax = 448 (E4M3) or 127 (INT8)
-    codes     = round(y * scale)            to nearest, ties to even
+    scale     = Qmax / amax                 Qmax = 448 (E4M3), 57344 (E5M2), 127, 31, 15 or 7 (INT8, 6, 5, 4)
+    codes     = round(y * scale)            to nearest, ties to even; or stochastically
     scale_inv = amax / Qmax                 what decode multiplies by
 
     decode:   b' = H_G (codes * scale_inv)
@@ -30,10 +30,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_taco.codec.elements import CODE_MAX
 from lightning_taco.codec.layout import MessageLayout
-from lightning_taco.config import CodecConfig
+from lightning_taco.codec.rounding import codes_to_values, pack, round_to_codes, unpack
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
-CODE_MAX = {"e4m3": 448.0, "int8": 127.0}
 SMALLEST_AMAX = 2.0**-110
 ALPHA_EPSILON = 1e-6
 ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
@@ -55,12 +56,13 @@ def hadamard_transform_reference(blocks: Tensor) -> Tensor:
     return blocks
 
 
-def encode_reference(values: Tensor, codec: CodecConfig) -> Tensor:
+def encode_reference(values: Tensor, codec: CodecConfig, *, seed: int = 0) -> Tensor:
     """Encode each row of `values`.
 
     Args:
         values: bf16, fp16 or fp32, ``[R, N]``.
         codec: with its element resolved.
+        seed: of stochastic rounding, from 0 to 2^62 - 1.
 
     Returns:
         ``uint8 [R, message_bytes]``.
@@ -76,7 +78,7 @@ def encode_reference(values: Tensor, codec: CodecConfig) -> Tensor:
         blocks = blocks * alpha
     if codec.rotation:
         blocks = hadamard_transform_reference(blocks * (1.0 / codec.block_size))
-    return _pack(blocks, alpha, layout, codec)
+    return _message(blocks, alpha, layout, codec, seed)
 
 
 def decode_reference(messages: Tensor, codec: CodecConfig, num_values: int, dtype: torch.dtype) -> Tensor:
@@ -93,7 +95,9 @@ def decode_sum_reference(
     return _leave_rotated_domain(total, codec, num_values).to(dtype)[0]
 
 
-def requantize_reference(messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False) -> Tensor:
+def requantize_reference(
+    messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False, seed: int = 0
+) -> Tensor:
     """The message of the sum of `messages`: decode, add and quantise again without leaving the rotated domain.
 
     Args:
@@ -112,7 +116,7 @@ def requantize_reference(messages: Tensor, codec: CodecConfig, num_values: int, 
         # The energy of b is that of y = H b / G times G^2 / G, so its mean is the sum of y^2.
         alpha = _alpha(_pairwise_sum(total * total), CODE_MAX[codec.element])
         total = total * alpha
-    return _pack(total, alpha, layout, codec)
+    return _message(total, alpha, layout, codec, seed)
 
 
 def _alpha(mean_energy: Tensor, code_max: float) -> Tensor:
@@ -134,7 +138,7 @@ def _pairwise_sum(blocks: Tensor) -> Tensor:
     return blocks
 
 
-def _pack(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: CodecConfig) -> Tensor:
+def _message(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: CodecConfig, seed: int) -> Tensor:
     code_max = CODE_MAX[codec.element]
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     finite = torch.isfinite(amax)
@@ -143,9 +147,8 @@ def _pack(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: Co
     scale_inv = torch.where(finite, torch.where(usable, amax / torch.full_like(amax, code_max), 0.0), torch.nan)
     quantized = torch.where(usable, blocks * scale, 0.0)
     messages = torch.zeros(blocks.shape[0], layout.message_bytes, dtype=torch.uint8, device=blocks.device)
-    codes = quantized.to(torch.float8_e4m3fn) if codec.element == "e4m3" else quantized.round().to(torch.int8)
-    codes = codes.view(torch.uint8).flatten(1)
-    messages[:, : codes.shape[1]] = codes
+    planes = pack(round_to_codes(quantized, codec, seed), codec)
+    messages[:, : planes.shape[1]] = planes
     _scales(messages, layout.scale_offset_bytes, layout).copy_(scale_inv.squeeze(-1))
     if alpha is not None:
         _scales(messages, layout.alpha_offset_bytes, layout).copy_(torch.where(finite, alpha, 1.0).squeeze(-1))
@@ -162,12 +165,12 @@ def _scales(messages: Tensor, offset_bytes: int, layout: MessageLayout) -> Tenso
 
 def _decode_rotated(messages: Tensor, codec: CodecConfig, num_values: int) -> Tensor:
     layout = MessageLayout.of(num_values, codec)
-    codes = messages[:, : layout.num_blocks * codec.block_size].contiguous()
-    codes = codes.view(torch.float8_e4m3fn if codec.element == "e4m3" else torch.int8).to(torch.float32)
+    planes = messages[:, : layout.num_blocks * codec.block_size * BITS_PER_CODE[codec.element] // 8].contiguous()
+    codes = codes_to_values(unpack(planes, codec, layout.num_blocks), codec)
     scale_inv = _scales(messages, layout.scale_offset_bytes, layout)
     if codec.scale_mode == "dual":
         scale_inv = scale_inv / _scales(messages, layout.alpha_offset_bytes, layout)
-    return codes.view(messages.shape[0], layout.num_blocks, codec.block_size) * scale_inv.unsqueeze(-1)
+    return codes * scale_inv.unsqueeze(-1)
 
 
 def _sum_rotated(messages: Tensor, codec: CodecConfig, num_values: int, average: bool) -> Tensor:
