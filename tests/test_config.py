@@ -26,8 +26,14 @@ INT8 = CodecConfig(element="int8")
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"element": "fp8"}, "element='fp8' is not supported; use one of 'auto', 'e4m3', 'int8'."),
-        ({"element": None}, "element=None is not supported; use one of 'auto', 'e4m3', 'int8'."),
+        (
+            {"element": "fp8"},
+            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4'.",
+        ),
+        (
+            {"element": None},
+            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4'.",
+        ),
         ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": 0}, "block_size=0 is not supported; use one of 32, 64, 128, 256, 512."),
@@ -60,7 +66,7 @@ def test_impossible_codec_is_refused(fields: dict[str, Any], text: str) -> None:
         ({"exclude": "head"}, "exclude='head' is one string; use a list of patterns, ['head']."),
         (
             {"recipes": {"head": "fp8"}},
-            "recipes['head']='fp8' is unknown; use one of 'default', 'taco', 'int8', 'none'.",
+            "recipes['head']='fp8' is unknown; use one of 'default', 'taco', 'int8', 'balanced', 'none'.",
         ),
     ],
 )
@@ -232,7 +238,7 @@ def test_resolving_what_a_user_passes() -> None:
         (
             "tacos",
             ValueError,
-            "compression='tacos' is not a recipe; use one of 'default', 'taco', 'int8', 'none', None, or a "
+            "compression='tacos' is not a recipe; use one of 'default', 'taco', 'int8', 'balanced', 'none', None, or a "
             "CompressionConfig.",
         ),
         (
@@ -244,7 +250,7 @@ def test_resolving_what_a_user_passes() -> None:
         (
             {"backward": {"block_sise": 64}},
             ValueError,
-            "backward has no field 'block_sise'; it has 'element', 'block_size', 'scale_mode', 'rotation'.",
+            "backward has no field 'block_sise'; it has 'element', 'block_size', 'scale_mode', 'rotation', 'rounding'.",
         ),
         (
             {"forward": {"block_size": 96}},

@@ -34,12 +34,12 @@ def test_sizes_follow_the_formula(block_size: int, element: str, scale_mode: str
 def test_worked_example() -> None:
     merged = MessageLayout.of(300, CodecConfig(element="e4m3", block_size=128))
     dual = MessageLayout.of(300, CodecConfig(element="e4m3", block_size=128, scale_mode="dual"))
-    assert merged == MessageLayout(300, 3, 384, 396, 400)
-    assert dual == MessageLayout(300, 3, 384, 396, 416)
+    assert merged == MessageLayout(300, 3, 192, 384, 396, 400)
+    assert dual == MessageLayout(300, 3, 192, 384, 396, 416)
 
 
 def test_no_values_take_no_bytes() -> None:
-    assert MessageLayout.of(0, CodecConfig(element="int8")) == MessageLayout(0, 0, 0, 0, 0)
+    assert MessageLayout.of(0, CodecConfig(element="int8")) == MessageLayout(0, 0, 0, 0, 0, 0)
 
 
 def test_bytes_per_value_approach_the_bits_that_the_settings_state() -> None:

@@ -19,12 +19,13 @@ __all__ = ["MessageLayout", "decode", "decode_sum", "encode", "requantize"]
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> Tensor:
+def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
     """Encode each row of `values` into a message of its own.
 
     Args:
         values: bf16, fp16 or fp32, ``[R, N]``; one message per row, one row per destination.
         codec: how; its `element` may not be ``"auto"``.
+        seed: of stochastic rounding, from 0 to 2^62 - 1; the same seed gives the same bits on every device.
         out: ``uint8 [R, message_bytes]``, contiguous, to write to.
 
     Returns:
@@ -33,7 +34,7 @@ def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> 
 
     Raises:
         TypeError: for another dtype, or an element that is still ``"auto"``.
-        ValueError: for a tensor that is not 2-D, or an `out` that does not fit.
+        ValueError: for a tensor that is not 2-D, an `out` that does not fit, or a seed out of range.
 
     Cost: reads the values once, writes the message once; one launch.
 
@@ -46,10 +47,11 @@ def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> 
         (torch.Size([1, 80]), True)
     """
     _require_values(values, codec)
+    _require_seed(seed)
     layout = MessageLayout.of(values.shape[1], codec)
     _require_out(out, (values.shape[0], layout.message_bytes), torch.uint8, values)
     if not _uses_triton(values):
-        messages = reference.encode_reference(values, codec)
+        messages = reference.encode_reference(values, codec, seed=seed)
         return messages if out is None else out.copy_(messages)
     from lightning_taco.codec import kernels
 
@@ -57,7 +59,7 @@ def encode(values: Tensor, codec: CodecConfig, *, out: Tensor | None = None) -> 
         values = values.contiguous()
     if out is None:
         out = values.new_empty(values.shape[0], layout.message_bytes, dtype=torch.uint8)
-    return kernels.encode_triton(values, codec, out)
+    return kernels.encode_triton(values, codec, out, seed=seed)
 
 
 def decode(
@@ -138,7 +140,13 @@ def decode_sum(
 
 
 def requantize(
-    messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False, out: Tensor | None = None
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    *,
+    average: bool = False,
+    seed: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The message of the sum of `messages`: decode, add in fp32 in row order, quantise; all in the rotated domain.
 
@@ -147,6 +155,7 @@ def requantize(
         codec: the one that encoded them, and that encodes the sum.
         num_values: N, values in each message.
         average: multiply the sum by 1/S, in fp32.
+        seed: of stochastic rounding, as for `encode`.
         out: ``uint8 [1, message_bytes]`` to write to.
 
     Returns:
@@ -163,15 +172,16 @@ def requantize(
     """
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
+    _require_seed(seed)
     _require_out(out, (1, messages.shape[1]), torch.uint8, messages)
     if not _uses_triton(messages):
-        message = reference.requantize_reference(messages, codec, num_values, average=average)
+        message = reference.requantize_reference(messages, codec, num_values, average=average, seed=seed)
         return message if out is None else out.copy_(message)
     from lightning_taco.codec import kernels
 
     if out is None:
         out = messages.new_empty(1, messages.shape[1])
-    return kernels.requantize_triton(messages, codec, num_values, out, average=average)
+    return kernels.requantize_triton(messages, codec, num_values, out, average=average, seed=seed)
 
 
 def _uses_triton(tensor: Tensor) -> bool:
@@ -207,6 +217,11 @@ def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> 
         raise ValueError(
             "messages are not contiguous, but each must follow the one before; pass messages.contiguous()."
         )
+
+
+def _require_seed(seed: int) -> None:
+    if not 0 <= seed < 1 << 62:
+        raise ValueError(f"seed={seed} is out of range; give an integer from 0 to 2^62 - 1.")
 
 
 def _require_sources(messages: Tensor) -> None:

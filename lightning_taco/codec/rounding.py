@@ -55,11 +55,11 @@ def unpack(planes: Tensor, codec: CodecConfig, num_blocks: int) -> Tensor:
     """The inverse of `pack`."""
     bits, block_size = BITS_PER_CODE[codec.element], codec.block_size
     if bits == 8:
-        return planes.view(-1, num_blocks, block_size)
+        return planes.view(planes.shape[0], num_blocks, block_size)
     low_bytes = num_blocks * block_size // 2
-    codes = _unfold(planes[:, :low_bytes].view(-1, num_blocks, block_size // 2), 4)
+    codes = _unfold(planes[:, :low_bytes].reshape(planes.shape[0], num_blocks, block_size // 2), 4)
     if bits > 4:
-        high = planes[:, low_bytes:].view(-1, num_blocks, block_size * (bits - 4) // 8)
+        high = planes[:, low_bytes:].reshape(planes.shape[0], num_blocks, block_size * (bits - 4) // 8)
         width = 4
         while width >= bits - 4:
             high, width = _unfold(high, width), width // 2

@@ -21,9 +21,11 @@ from lightning_taco.config import CodecConfig
 
 ReduceOp = Literal["sum", "avg"]
 Group = dist.ProcessGroup | Transport
+SEED_RANGE = 1 << 62
+SEED_STEP = 0x1E3779B97F4A7C15  # odd and irregular: the seeds of ranks share no pattern of bits
 
 
-def all_reduce(tensor: Tensor, codec: CodecConfig, group: Group, *, op: ReduceOp = "sum") -> Tensor:
+def all_reduce(tensor: Tensor, codec: CodecConfig, group: Group, *, op: ReduceOp = "sum", seed: int = 0) -> Tensor:
     """The sum or average of `tensor` over the ranks of `group`.
 
     1. Two ranks (one-shot): each encodes the tensor whole, all-gathers the messages, decodes and adds both.
@@ -35,6 +37,7 @@ def all_reduce(tensor: Tensor, codec: CodecConfig, group: Group, *, op: ReduceOp
         codec: with its element resolved.
         group: a process group, or a transport.
         op: ``"sum"`` or ``"avg"``; the average is taken in fp32.
+        seed: of stochastic rounding, from 0 to 2^62 - 1, the same on all ranks; each rank draws its own numbers of it.
 
     Returns:
         A new tensor of the same shape and dtype, with the same bits on every rank.
@@ -55,17 +58,21 @@ def all_reduce(tensor: Tensor, codec: CodecConfig, group: Group, *, op: ReduceOp
         return tensor.clone()
     values = tensor.reshape(-1)
     average = op == "avg"
+    own_seed = _rank_seed(seed, transport.rank)
     if num_ranks == 2:
-        messages = transport.all_gather(encode(values.view(1, -1), codec))
+        messages = transport.all_gather(encode(values.view(1, -1), codec, seed=own_seed))
         return decode_sum(messages, codec, num_values, tensor.dtype, average=average).view(tensor.shape)
     chunk = chunk_values(num_values, num_ranks, codec)
     values = F.pad(values, (0, num_ranks * chunk - num_values)) if num_ranks * chunk != num_values else values
-    messages = transport.all_to_all(encode(values.view(num_ranks, chunk), codec))
-    sums = transport.all_gather(requantize(messages, codec, chunk, average=average))
+    messages = transport.all_to_all(encode(values.view(num_ranks, chunk), codec, seed=own_seed))
+    own_sum = requantize(messages, codec, chunk, average=average, seed=_rank_seed(seed, num_ranks + transport.rank))
+    sums = transport.all_gather(own_sum)
     return decode(sums, codec, chunk, tensor.dtype).view(-1)[:num_values].view(tensor.shape)
 
 
-def reduce_scatter(tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int = 0, op: ReduceOp = "sum") -> Tensor:
+def reduce_scatter(
+    tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int = 0, op: ReduceOp = "sum", seed: int = 0
+) -> Tensor:
     """This rank's shard, along `dim`, of the sum or average of `tensor` over the ranks of `group`.
 
     Args:
@@ -74,6 +81,7 @@ def reduce_scatter(tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int
         group: a process group, or a transport.
         dim: the dim that is scattered. Shards are those of `torch.chunk`: the last ones may be short or empty.
         op: ``"sum"`` or ``"avg"``; the average is taken in fp32.
+        seed: of stochastic rounding, from 0 to 2^62 - 1, the same on all ranks; each rank draws its own numbers of it.
 
     Returns:
         The shard, contiguous, in the dtype of `tensor`.
@@ -93,13 +101,13 @@ def reduce_scatter(tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int
     own_size = _shard_size(tensor.shape[dim], num_ranks, transport.rank)
     if rows.shape[1] == 0:
         return tensor.new_empty(shard_shape).narrow(dim, 0, own_size)
-    messages = transport.all_to_all(encode(rows, codec))
+    messages = transport.all_to_all(encode(rows, codec, seed=_rank_seed(seed, transport.rank)))
     shard = decode_sum(messages, codec, rows.shape[1], tensor.dtype, average=op == "avg").view(shard_shape)
     return shard.narrow(dim, 0, own_size).contiguous()
 
 
 def all_gather(
-    tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int = 0, full_size: int | None = None
+    tensor: Tensor, codec: CodecConfig, group: Group, *, dim: int = 0, full_size: int | None = None, seed: int = 0
 ) -> Tensor:
     """The shards of all ranks of `group`, joined along `dim`.
 
@@ -110,6 +118,7 @@ def all_gather(
         dim: the dim along which shards are joined.
         full_size: size of `dim` in the result, if shards are uneven as `torch.chunk` makes them (the last ones short or
             empty); left out, all ranks hold shards of the same shape.
+        seed: of stochastic rounding, as for `all_reduce`.
 
     Returns:
         The joined tensor, contiguous, with the same bits on every rank: the own shard too has gone through the codec.
@@ -127,14 +136,16 @@ def all_gather(
     shard, sizes = _padded_shard(tensor, num_ranks, transport.rank, dim, full_size)
     if shard.numel() == 0:
         return torch.cat([shard.narrow(dim, 0, size) for size in sizes], dim)
-    messages = transport.all_gather(encode(shard.reshape(1, -1), codec))
+    messages = transport.all_gather(encode(shard.reshape(1, -1), codec, seed=_rank_seed(seed, transport.rank)))
     shards = decode(messages, codec, shard.numel(), tensor.dtype).view(num_ranks, *shard.shape)
     if full_size is not None:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(shards, sizes, strict=True)], dim)
     return _join(shards, dim)
 
 
-def all_to_all(tensor: Tensor, codec: CodecConfig, group: Group, *, gather_dim: int, scatter_dim: int) -> Tensor:
+def all_to_all(
+    tensor: Tensor, codec: CodecConfig, group: Group, *, gather_dim: int, scatter_dim: int, seed: int = 0
+) -> Tensor:
     """Scatter `tensor` along one dim and join what arrives along another: a change of the dim that is sharded.
 
     Args:
@@ -143,6 +154,7 @@ def all_to_all(tensor: Tensor, codec: CodecConfig, group: Group, *, gather_dim: 
         group: a process group, or a transport.
         gather_dim: the dim along which the received shards are joined.
         scatter_dim: the dim that is scattered; its size is a multiple of the number of ranks.
+        seed: of stochastic rounding, as for `all_reduce`.
 
     Returns:
         The joined shards, contiguous; the own shard too has gone through the codec.
@@ -165,13 +177,18 @@ def all_to_all(tensor: Tensor, codec: CodecConfig, group: Group, *, gather_dim: 
     rows, shard_shape = _rows_per_rank(tensor, num_ranks, scatter_dim)
     if rows.shape[1] == 0:
         return _join(rows.view(num_ranks, *shard_shape), gather_dim)
-    messages = transport.all_to_all(encode(rows, codec))
+    messages = transport.all_to_all(encode(rows, codec, seed=_rank_seed(seed, transport.rank)))
     shards = decode(messages, codec, rows.shape[1], tensor.dtype).view(num_ranks, *shard_shape)
     return _join(shards, gather_dim)
 
 
 def _transport(group: Group) -> Transport:
     return ProcessGroupTransport(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def _rank_seed(seed: int, place: int) -> int:
+    """A seed of its own for each rank, and for the second quantisation of a two-shot."""
+    return (seed + (place + 1) * SEED_STEP) % SEED_RANGE
 
 
 def _require_op(op: str) -> None:

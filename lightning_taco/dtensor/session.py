@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,15 +46,16 @@ class Exchange:
     is_loss: bool = False
     """Whether it is part of a vocabulary-parallel loss."""
 
-    def run(self, codec: CodecConfig, group: dist.ProcessGroup) -> Tensor:
+    def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
         """Exchange the tensor, compressed."""
         if self.kind == "all_reduce":
-            return all_reduce(self.tensor, codec, group, op=self.op)  # type: ignore[arg-type]
+            return all_reduce(self.tensor, codec, group, op=self.op, seed=seed)  # type: ignore[arg-type]
         if self.kind == "reduce_scatter":
-            return reduce_scatter(self.tensor, codec, group, dim=self.dim, op=self.op)  # type: ignore[arg-type]
+            return reduce_scatter(self.tensor, codec, group, dim=self.dim, op=self.op, seed=seed)  # type: ignore[arg-type]
         if self.kind == "all_gather":
-            return all_gather(self.tensor, codec, group, dim=self.dim)
-        return all_to_all(self.tensor, codec, group, gather_dim=self.dim, scatter_dim=self.scatter_dim)
+            return all_gather(self.tensor, codec, group, dim=self.dim, seed=seed)
+        dims = {"gather_dim": self.dim, "scatter_dim": self.scatter_dim}
+        return all_to_all(self.tensor, codec, group, seed=seed, **dims)
 
 
 Observer = Callable[[Exchange, Site, CodecConfig], None]
@@ -71,6 +73,7 @@ class CompressionSession:
         traffic: what this rank sent while the session was in scope.
         observers: called before each compressed exchange with the exchange, its site and its codec; recomputed
             forwards are left out. They may look at the tensor and must not change or synchronise anything.
+        step: training steps begun; part of the seed of stochastic rounding.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class CompressionSession:
         self.traffic = TrafficCounters()
         self.sites = ModuleSites()
         self.observers: list[Observer] = []
+        self.step = 0
         self._codecs: dict[tuple[str, Direction], CodecConfig | None] = {}
         self._parameter_storages: set[int] = set()
 
@@ -105,6 +109,7 @@ class CompressionSession:
     def scope(self, *, is_new_step: bool = False) -> Iterator[None]:
         """Compress what DTensor redistributes over the group while the block runs, in every thread."""
         if is_new_step:
+            self.step += 1
             self.sites.start_step()
         enter_scope(self)
         try:
@@ -121,7 +126,12 @@ class CompressionSession:
             return stock()
         exchange = replace(exchange, tensor=_compat.waited(exchange.tensor))
         self.observe(exchange, site, codec)
-        return exchange.run(codec, self.group)
+        return exchange.run(codec, self.group, self.seed(exchange.kind, site))
+
+    def seed(self, kind: Kind, site: Site) -> int:
+        """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
+        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}".encode())
+        return (place << 30) | (self.step % (1 << 30))
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Show a compressed exchange to the observers, unless it repeats one that they have seen."""

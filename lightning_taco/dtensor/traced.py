@@ -58,11 +58,13 @@ def exchange_op(
     exchange = Exchange(kind=kind, tensor=tensor, op=op, dim=dim, scatter_dim=scatter_dim)  # type: ignore[arg-type]
     settings = _codec(codec)
     session = session_in_scope(group)
+    seed = 0
     if session is not None:
         place = Site(site, direction, False)  # type: ignore[arg-type]
         session.record(exchange, place, settings, COMPRESSED)
         session.observe(exchange, place, settings)
-    return exchange.run(settings, group)
+        seed = session.seed(exchange.kind, place)
+    return exchange.run(settings, group, seed)
 
 
 @exchange_op.register_fake

@@ -1,0 +1,176 @@
+"""The codecs beside E4M3 and INT8: E5M2, the packed integers, and stochastic rounding; kernels in the interpreter."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS
+from lightning_taco.codec.reference import decode_reference, encode_reference, requantize_reference
+from lightning_taco.codec.rounding import pack, random_bits, unpack
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
+from tests.test_codec_reference import assert_same_bits
+
+INTEGERS = ("int8", "int6", "int5", "int4")
+SEED = 123456789012345
+# One quantisation of Gaussian values, block 128: 20 log10 of the relative L2 error, plain and rotated alike.
+GAUSS_DECIBELS = {"e4m3": -31.8, "e5m2": -25.8, "int8": -43.8, "int6": -31.5, "int5": -25.2, "int4": -18.6}
+
+
+def family(**fixed: object) -> list[CodecConfig]:
+    return [
+        CodecConfig(element=element, rounding=rounding, **mode, **fixed)  # type: ignore[arg-type]
+        for element in CODE_MAX
+        for rounding in ("nearest", "stochastic")
+        for mode in ({}, {"rotation": False}, {"scale_mode": "dual"})
+    ]
+
+
+def content(messages: Tensor, codec: CodecConfig, num_values: int) -> Tensor:
+    """Planes and scales of each message, without the padding after either."""
+    layout = MessageLayout.of(num_values, codec)
+    planes_bytes = layout.num_blocks * codec.block_size * BITS_PER_CODE[codec.element] // 8
+    num_scales = 2 if codec.scale_mode == "dual" else 1
+    scales = messages[:, layout.scale_offset_bytes : layout.scale_offset_bytes + 4 * num_scales * layout.num_blocks]
+    return torch.cat([messages[:, :planes_bytes], scales], dim=1)
+
+
+def adversarial(num_values: int) -> Tensor:
+    values = torch.randn(3, num_values) * torch.tensor([[1e-3], [1.0], [1e3]])
+    values[0] = 0
+    values[1, num_values // 2] = math.inf
+    values[2, -1] = math.nan
+    values[2, 0] = 1e30
+    return values
+
+
+@pytest.mark.parametrize("element", CODE_MAX)
+@pytest.mark.parametrize("rotation", [True, False])
+def test_error_of_gaussian_values(element: str, rotation: bool) -> None:
+    codec = CodecConfig(element=element, rotation=rotation)  # type: ignore[arg-type]
+    values = torch.randn(64, 4096)
+    decoded = decode(encode(values, codec), codec, 4096, torch.float32)
+    decibels = 20 * math.log10(((decoded - values).norm() / values.norm()).item())
+    assert abs(decibels - GAUSS_DECIBELS[element]) < 0.3
+    if element in INTEGERS and not rotation:
+        step = values.view(64, -1, 128).abs().amax(-1, keepdim=True) / CODE_MAX[element]
+        assert ((decoded - values).view(64, -1, 128).abs() <= step * (0.5 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("element", ["int6", "int5", "int4"])
+@pytest.mark.parametrize("block_size", [32, 128, 512])
+def test_packing_is_exact_and_takes_its_bits(element: str, block_size: int) -> None:
+    codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
+    bits = BITS_PER_CODE[element]
+    codes = torch.randint(0, 1 << bits, (3, 5, block_size), dtype=torch.uint8)
+    planes = pack(codes, codec)
+    assert planes.shape == (3, 5 * block_size * bits // 8)
+    assert torch.equal(unpack(planes, codec, 5), codes)
+    layout = MessageLayout.of(5 * block_size, codec)
+    assert layout.message_bytes * 8 <= 5 * block_size * codec.bits_per_value + 2 * 16 * 8
+
+
+def test_a_byte_of_a_plane_holds_values_that_lie_half_a_quarter_and_an_eighth_apart() -> None:
+    codes = torch.zeros(1, 1, 32, dtype=torch.uint8)
+    codes[0, 0, 1], codes[0, 0, 17] = 3, 5  # i and i + block / 2 share byte i of the low plane
+    assert pack(codes, CodecConfig(element="int4", block_size=32))[0, 1] == 3 | (5 << 4)
+    codes = torch.zeros(1, 1, 32, dtype=torch.uint8)
+    for quarter, high in enumerate((1, 2, 3, 1)):
+        codes[0, 0, 2 + 8 * quarter] = high << 4
+    assert pack(codes, CodecConfig(element="int6", block_size=32))[0, 16 + 2] == 1 | (3 << 2) | (2 << 4) | (1 << 6)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("codec", family(block_size=32) + family(block_size=128), ids=str)
+def test_kernels_equal_the_reference(codec: CodecConfig) -> None:
+    from lightning_taco.codec import kernels
+
+    for num_values in (1, 31, 300):
+        for values in (torch.randn(3, num_values), adversarial(num_values)):
+            layout = MessageLayout.of(num_values, codec)
+            expected = encode_reference(values, codec, seed=SEED)
+            messages = torch.full((3, layout.message_bytes), 255, dtype=torch.uint8)
+            kernels.encode_triton(values, codec, messages, seed=SEED)
+            assert_same_bits(content(messages, codec, num_values), content(expected, codec, num_values))
+            decoded = torch.full((3, num_values), 7.0)
+            kernels.decode_triton(expected, codec, decoded)
+            assert_same_bits(decoded, decode_reference(expected, codec, num_values, torch.float32))
+            total = torch.full((1, layout.message_bytes), 255, dtype=torch.uint8)
+            kernels.requantize_triton(expected, codec, num_values, total, average=True, seed=SEED)
+            truth = requantize_reference(expected, codec, num_values, average=True, seed=SEED)
+            assert_same_bits(content(total, codec, num_values), content(truth, codec, num_values))
+
+
+@pytest.mark.parametrize("codec", family(), ids=str)
+def test_non_finite_zero_and_extreme_blocks(codec: CodecConfig) -> None:
+    values = torch.randn(1, 6 * 128)
+    blocks = values.view(6, 128)
+    blocks[0], blocks[1, 5], blocks[2, 7], blocks[3], blocks[4] = 0, math.nan, -math.inf, 1e-30, 1e30
+    decoded = decode(encode(values, codec, seed=1), codec, values.numel(), torch.float32).view(6, 128)
+    assert torch.equal(decoded[0], torch.zeros(128))
+    assert not decoded[1].isfinite().any()
+    assert not decoded[2].isfinite().any()
+    assert decoded[3:].isfinite().all()
+    for block in (3, 4):
+        relative = (decoded[block] - blocks[block]).double().norm() / blocks[block].double().norm()
+        assert relative < 0.3
+
+
+@pytest.mark.parametrize("element", CODE_MAX)
+def test_stochastic_rounding_is_unbiased_and_never_leaves_the_range(element: str) -> None:
+    codec = CodecConfig(element=element, rotation=False, rounding="stochastic")  # type: ignore[arg-type]
+    values = torch.randn(1, 1024)
+    rows = values.expand(500, -1).contiguous()  # each row draws its own numbers
+    draws = torch.cat(
+        [decode(encode(rows, codec, seed=seed), codec, 1024, torch.float32) for seed in range(4)]
+    ).double()
+    mean_error = draws.mean(0) - values.double()
+    spread = draws.std(0)
+    amax = values.view(-1, 128).abs().amax(-1).double().repeat_interleave(128)
+    step = amax / CODE_MAX[element]
+    if form := FLOAT_FORMATS.get(element):
+        step = step * form.smallest_step + values.double().abs() * 2.0**-form.mantissa_bits
+    # 1024 means of 2000 draws: five standard errors, and five draws where so few went up that none may have been seen.
+    assert (mean_error.abs() <= 5 * spread / math.sqrt(2000) + 5 * step / 2000).all()
+    largest = values.view(-1, 128).abs().amax(-1)
+    assert (draws.view(2000, -1, 128).abs().amax(-1) <= largest * (1 + 1e-6)).all()
+
+
+def test_stochastic_rounding_repeats_with_its_seed_and_differs_with_another() -> None:
+    codec = CodecConfig(element="int4", rounding="stochastic")
+    values = torch.randn(2, 512)
+    assert torch.equal(encode(values, codec, seed=7), encode(values, codec, seed=7))
+    assert not torch.equal(encode(values, codec, seed=7), encode(values, codec, seed=8))
+    same_rows = values[:1].expand(2, -1).contiguous()
+    messages = encode(same_rows, codec, seed=7)
+    assert not torch.equal(messages[0], messages[1])  # rows draw their own numbers
+
+
+def test_random_bits_are_balanced_and_do_not_repeat_with_the_seeds_halves() -> None:
+    shape = torch.Size((1, 512, 128))
+    bits = random_bits(shape, SEED, torch.device("cpu"))
+    ones = torch.stack([((bits >> place) & 1).double().mean() for place in range(32)])
+    assert ((ones - 0.5).abs() < 5 * 0.5 / math.sqrt(shape.numel())).all()
+    for other in (SEED + 1, SEED + (1 << 31)):
+        agreement = (random_bits(shape, other, torch.device("cpu")) == bits).double().mean()
+        assert agreement < 1e-3
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 62])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    codec = CodecConfig(element="int4", rounding="stochastic")
+    with pytest.raises(ValueError, match=rf"seed={seed} is out of range; give an integer from 0 to 2\^62 - 1"):
+        encode(torch.randn(1, 128), codec, seed=seed)
+
+
+def test_sums_stay_close_at_four_bits() -> None:
+    codec = CodecConfig(element="int4")
+    values = torch.randn(4, 1280)
+    messages = encode(values, codec)
+    exact = values.sum(0)
+    total = decode_sum(messages, codec, 1280, torch.float32)
+    assert (total - exact).norm() / exact.norm() < 0.13
+    again = decode(requantize(messages, codec, 1280), codec, 1280, torch.float32)[0]
+    assert (again - exact).norm() / exact.norm() < 0.19
