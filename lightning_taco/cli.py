@@ -6,23 +6,39 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
 
 import lightning_taco  # noqa: F401  registers the short name of the strategy
 
 
-def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
+class TacoCLI(LightningCLI):
+    """LightningCLI that says how a strategy is to be written, where it would only call its name unknown."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Refuse a class path that stands where a registered name belongs."""
+        settings = self.config if self.subcommand is None else self.config[self.subcommand]
+        strategy = settings.trainer.strategy
+        if isinstance(strategy, str) and "." in strategy:
+            self.parser.error(
+                f"trainer.strategy={strategy} is a class path, but a bare string can only be a registered name such as "
+                f"taco_tp; write trainer.strategy.class_path={strategy}, and its arguments below "
+                "trainer.strategy.init_args."
+            )
+
+
+def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI:
     """Parse `args` (those of the process by default) and, with ``run=True``, run the subcommand that they name.
 
     With ``run=False`` there is no subcommand: `args` are a subcommand's options, and the objects are only built.
+
+    Raises:
+        SystemExit: for options that cannot be parsed; what is wrong with them is on stderr.
     """
     _make_current_directory_importable()
-    return LightningCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
+    # No classes: model and data are given by class path, and a model that has its own dataloaders needs no data.
+    return TacoCLI(
         save_config_kwargs={"overwrite": True},
         args=list(args) if args is not None else None,
         run=run,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_taco.callbacks.logging import log_now
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.trainer import TacoTPStrategy
@@ -17,11 +19,12 @@ class CompressionMonitor(Callback):
     """Logs, by site, how far decoded tensors lie from the exact ones, and the bytes saved.
 
     Tags: ``compression/relative_error/<direction>/<site>/<kind>``, ``compression/nonfinite/<direction>/<site>/<kind>``
-    (only where there are any), ``compression/ratio`` and ``compression/worst_relative_error``.
+    (NaN and Inf values, only where there are any; the error is infinite there), ``compression/ratio`` and
+    ``compression/worst_relative_error``.
 
     Args:
-        every_n_steps: measure and log every how many training batches; it replaces the strategy's
-            ``sample_every_n_steps``, so that nothing is measured twice.
+        every_n_steps: measure and log every how many training batches, whatever ``Trainer(log_every_n_steps)`` is; it
+            replaces the strategy's ``sample_every_n_steps``, so that nothing is measured twice.
 
     Raises:
         TypeError: at set-up, when the strategy is not `TacoTPStrategy`.
@@ -50,14 +53,14 @@ class CompressionMonitor(Callback):
         if compression.num_samples == self._num_logged_samples:
             return
         self._num_logged_samples = compression.num_samples
-        pl_module.log_dict(scalars(compression), batch_size=1)
+        log_now(trainer, scalars(compression))
 
 
 def scalars(compression: Compression) -> dict[str, float]:
     """The last sample as tag to number."""
     values = {"compression/ratio": compression.compression_ratio}
-    if compression.relative_l2_error is not None:
-        values["compression/worst_relative_error"] = compression.relative_l2_error
+    if compression.errors:
+        values["compression/worst_relative_error"] = max(map(_relative_error, compression.errors.values()))
     for key, error in compression.errors.items():
         values.update(_site_scalars(key, error))
     return values
@@ -65,10 +68,15 @@ def scalars(compression: Compression) -> dict[str, float]:
 
 def _site_scalars(key: ErrorKey, error: SiteError) -> dict[str, float]:
     name = f"{key.direction}/{key.site or 'root'}/{key.kind}"
-    values = {f"compression/relative_error/{name}": error.relative_l2_error}
+    values = {f"compression/relative_error/{name}": _relative_error(error)}
     if error.num_nonfinite:
         values[f"compression/nonfinite/{name}"] = float(error.num_nonfinite)
     return values
+
+
+def _relative_error(error: SiteError) -> float:
+    """Infinite beside NaN and Inf: the error of the values that are left would make a diverged layer look healthy."""
+    return math.inf if error.num_nonfinite else error.relative_l2_error
 
 
 def _compression(trainer: pl.Trainer) -> Compression:

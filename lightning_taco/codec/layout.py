@@ -11,6 +11,7 @@ multiple of 16 bytes, so that 16-byte vector access holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
@@ -36,6 +37,7 @@ class MessageLayout:
     message_bytes: int
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def of(num_values: int, codec: CodecConfig) -> MessageLayout:
         """The layout of `num_values` values, the last block filled up with zeros."""
         num_blocks = -(-num_values // codec.block_size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_taco.config import CompressionConfig
@@ -77,7 +78,8 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.compression = Compression(
             arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
         )
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
+        self._open_scopes: list[AbstractContextManager[None]] = []
 
     @property
     def session(self) -> CompressionSession | None:
@@ -153,23 +155,29 @@ class TacoTPStrategy(ModelParallelStrategy):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        while self._open_scopes:  # of forwards that a KeyboardInterrupt ended: torch runs no hook for it
+            self._open_scopes.pop().__exit__(None, None, None)
         self.compression.stop()
-        super().teardown()
+        # In place of super().teardown(), which asks for a CheckpointIO that ModelParallelStrategy refuses to have.
+        self.precision.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
 
     def _put_forward_in_scope(self, module: nn.Module) -> None:
         """Open the compression's scope around each forward of `module`."""
         if not self.compression.is_on:
             return
-        open_scopes: list[AbstractContextManager[None]] = []
 
         def before(module: nn.Module, _: Any) -> None:
             scope = self.compression.forward_scope(is_training=module.training)
             scope.__enter__()
-            open_scopes.append(scope)
+            self._open_scopes.append(scope)
 
         def after(*_: Any) -> None:
-            if open_scopes:
-                open_scopes.pop().__exit__(None, None, None)
+            if self._open_scopes:
+                self._open_scopes.pop().__exit__(None, None, None)
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load, _materialize_distributed_module
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_taco import _compat
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies import arguments, checks
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import clip_gradients_by_norm, clip_gradients_by_value
 from lightning_taco.strategies.weight_tying import preserve_tied_parameters
+
+PARTIAL_NORM_TORCH = (2, 13)  # the first whose norm of a partial gradient is not that of each rank's term
+REPLACED_METHODS = ("configure_model", "log")  # of the LightningModule, while the strategy runs
+CURRENT_WEIGHTS = "current_model_state"  # what lightning's WeightAveraging calls the weights that are not averaged
 
 
 class TacoTPStrategy(ModelParallelStrategy):
@@ -90,20 +101,23 @@ class TacoTPStrategy(ModelParallelStrategy):
         )
         super()._configure_launcher()
 
-    @contextmanager
     @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with preserve_tied_parameters(self.lightning_module), super().model_sharded_context():
-            yield
+    def setup_environment(self) -> None:
+        # The first moment at which the callbacks are known: before the process group exists and the model is built.
+        assert self.lightning_module is not None
+        checks.check_callbacks(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        self._keep_ties_in_configure_model(self.lightning_module)
+        super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         assert self.model is not None
         with preserve_tied_parameters(self.model):
             _materialize_distributed_module(self.model, self.root_device)
         super().setup(trainer)
+        self.lightning_module.__dict__.pop("configure_model", None)  # type: ignore[union-attr]
         self.compression.start(self.model, self.device_mesh, self.root_device)
+        self._replace_log()
         self._must_check_batch = True
 
     @override
@@ -149,10 +163,58 @@ class TacoTPStrategy(ModelParallelStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        if CURRENT_WEIGHTS in checkpoint:
+            self._prepare_averaged_weights(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        names = {_saved_name(name): name for name in self.model.state_dict()}
+        with _without_compile_wrappers(self.model):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            if "averaging_state" in checkpoint:
+                self._add_averaged_weights(checkpoint, Path(self.broadcast(checkpoint_path)), names)
+        return checkpoint
+
+    def _prepare_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Make a checkpoint to which WeightAveraging has added its own state one that can be saved from shards.
+
+        That callback puts the average, in the shards of this rank, in place of the weights, and keeps the weights under
+        another name, where only rank 0's shards would be saved.
+        """
+        averaged = {_saved_name(name): value for name, value in checkpoint["state_dict"].items()}
+        if self._save_distributed_checkpoint:
+            averaged[CURRENT_WEIGHTS] = checkpoint.pop(CURRENT_WEIGHTS)
+        else:
+            averaged = {
+                name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+                for name, value in averaged.items()
+            }
+        checkpoint["state_dict"] = averaged
+
+    def _add_averaged_weights(self, checkpoint: dict[str, Any], path: Path, names: Mapping[str, str]) -> None:
+        """Give WeightAveraging, as shards of this rank, the two sets of weights that it asks a checkpoint for."""
+        assert self.model is not None
+        weights = self.model.state_dict()
+        averaged = {name: value.detach().clone() for name, value in weights.items()}
+        if path.is_dir():
+            current = {name: torch.empty_like(value) for name, value in averaged.items()}
+            _distributed_checkpoint_load({"state_dict": {CURRENT_WEIGHTS: current}}, path)
+        else:
+            current = {name: _distributed_like(averaged[name], checkpoint[CURRENT_WEIGHTS][name]) for name in averaged}
+        checkpoint["state_dict"] = {names[name]: value for name, value in averaged.items()}
+        checkpoint[CURRENT_WEIGHTS] = {names[name]: value for name, value in current.items()}
+
+    @override
     def teardown(self) -> None:
         was_on = self.compression.is_on
         self.compression.stop()
         self._restore_clipping()
+        if self.lightning_module is not None:
+            for name in REPLACED_METHODS:
+                self.lightning_module.__dict__.pop(name, None)
         if was_on:
             self.compression.print_end_table()
         super().teardown()
@@ -167,25 +229,98 @@ class TacoTPStrategy(ModelParallelStrategy):
         if error is not None:
             module.log("relative_error", error, prog_bar=True, logger=False, batch_size=1)
 
+    def _keep_ties_in_configure_model(self, module: pl.LightningModule) -> None:
+        """Keep tied weights tied whoever calls ``configure_model``: Lightning, or a callback (WeightAveraging does)."""
+        configure_model = module.configure_model
+
+        @functools.wraps(configure_model)
+        def configure_with_ties() -> None:
+            with preserve_tied_parameters(module):
+                configure_model()
+
+        module.__dict__["configure_model"] = configure_with_ties
+
+    def _replace_log(self) -> None:
+        """Let ``self.log`` take DTensors, such as a loss under ``loss_parallel``.
+
+        Lightning keeps a logged value as it is: a DTensor would end up in checkpoints (the best score of a
+        ``ModelCheckpoint``), which then cannot be loaded elsewhere.
+        """
+        module = self.lightning_module
+        assert module is not None
+        log = module.log
+
+        @functools.wraps(log)
+        def log_plain(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, apply_to_collection(value, DTensor, DTensor.full_tensor), *args, **kwargs)
+
+        module.__dict__["log"] = log_plain
+
     def _replace_clipping(self) -> None:
-        """Clip with norms that are right for any mixture of DTensors and plain tensors, where Lightning's raise."""
+        """Clip any mixture of DTensors and plain tensors, and partial gradients, where torch raises or is wrong."""
         plugin = self.precision_plugin
+        stock_by_norm = functools.partial(type(plugin).clip_grad_by_norm, plugin)
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            clip_gradients_by_norm(list(plugin.main_params(optimizer)), clip_val)
+            parameters = list(plugin.main_params(optimizer))
+            if self.compression.config is None and _is_norm_right_in_torch(parameters):
+                stock_by_norm(optimizer, clip_val)  # off is off, to the last bit
+            else:
+                clip_gradients_by_norm(parameters, clip_val)
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
             clip_gradients_by_value(list(plugin.main_params(optimizer)), clip_val)
 
-        if self.compression.config is not None or (
-            self.model is not None and checks.mixes_dtensors_and_tensors(self.model.parameters())
-        ):
-            plugin.__dict__["clip_grad_by_norm"] = by_norm
-            plugin.__dict__["clip_grad_by_value"] = by_value
+        plugin.__dict__["clip_grad_by_norm"] = by_norm
+        plugin.__dict__["clip_grad_by_value"] = by_value
 
     def _restore_clipping(self) -> None:
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self.precision_plugin.__dict__.pop("clip_grad_by_value", None)
+
+
+def _saved_name(name: str) -> str:
+    """The name under which a parameter is saved: without the prefix that torch.compile gives it."""
+    return name.replace("_orig_mod.", "")
+
+
+@contextmanager
+def _without_compile_wrappers(module: nn.Module) -> Iterator[None]:
+    """Put modules in place of their compiled selves, so that their parameters have the names that were saved."""
+    compiled = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, OptimizedModule)
+    ]
+    for parent, name, child in compiled:
+        parent._modules[name] = child._orig_mod
+    try:
+        yield
+    finally:
+        for parent, name, child in compiled:
+            parent._modules[name] = child
+
+
+def _distributed_like(like: Tensor, whole: Tensor) -> Tensor:
+    """This rank's shard of `whole`, which every rank has, laid out like `like`; without an exchange."""
+    whole = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_norm_right_in_torch(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch's own clipping takes the norm of all gradients; it depends on nothing that ranks differ in."""
+    gradients = [parameter.grad for parameter in parameters]
+    if checks.mixes_dtensors_and_tensors(gradient for gradient in gradients if gradient is not None):
+        return False
+    return _compat.torch_version() >= PARTIAL_NORM_TORCH or not any(
+        placement.is_partial()
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
+        for placement in gradient.placements
+    )
 
 
 StrategyRegistry.register(
