@@ -29,6 +29,8 @@ CODECS = {
     "e4m3": CodecConfig(element="e4m3"),
     "taco": CodecConfig(element="e4m3", scale_mode="dual"),
     "int8": CodecConfig(element="int8"),
+    "int6": CodecConfig(element="int6"),
+    "int4": CodecConfig(element="int4"),
 }
 MEBI = 1 << 20
 
