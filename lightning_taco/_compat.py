@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,12 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 13)
 FP8_CAPABILITY = (8, 9)
-REDISTRIBUTION_NODES = ("RedistributeBackward", "_FromTorchTensorBackward", "_ToTorchTensorBackward")
-CAST_NODES = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", *REDISTRIBUTION_NODES)
+ACCUMULATE_NODE = "torch::autograd::AccumulateGrad"
+REENTRANT_CHECKPOINT_NODE = "CheckpointFunctionBackward"
+# Backward functions of what only moves or casts values: behind a chain of them a parameter is still that parameter.
+MOVING_NODES = frozenset(
+    f"{name}Backward{suffix}"
+    for name in ("ToCopy", "View", "Alias", "T", "Transpose", "Permute", "Clone", "Reshape", "UnsafeView", "Detach")
+    for suffix in ("", "0")
+) | {"RedistributeBackward", "_FromTorchTensorBackward", "_ToTorchTensorBackward"}
 
 
 # torch 2.13 renamed it and warns at each call of the old name.
@@ -75,26 +84,67 @@ def in_backward() -> bool:
 
 
 def in_checkpoint_recompute() -> bool:
-    """Whether this thread is repeating a forward for non-reentrant activation checkpointing."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
-
-
-def is_parameter_gradient_redistribution() -> bool:
-    """Whether the backward function that runs now redistributes the gradient of a parameter, or of a cast of one."""
+    """Whether this thread is repeating a forward for activation checkpointing."""
     node = torch._C._current_autograd_node()
-    if node is None or node.name() not in REDISTRIBUTION_NODES:
-        return False
+    if node is not None and node.name() == REENTRANT_CHECKPOINT_NODE:
+        return True
+    hook = _top_saved_tensor_hook()
+    return hook is not None and hook.__qualname__.startswith("_recomputation_hook")
+
+
+def checkpoint_frame() -> Any:
+    """The non-reentrant checkpoint that this thread runs, or repeats, the forward of; ``None`` outside of one.
+
+    The same object both times, so what is noted on it in forward is there when the forward is repeated.
+    """
+    hook = _top_saved_tensor_hook()
+    if hook is None or not hook.__qualname__.startswith(("_checkpoint_hook", "_recomputation_hook")):
+        return None
+    function = inspect.unwrap(hook)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    if "frame" in cells:
+        return cells["frame"].cell_contents
+    return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
+
+
+def _top_saved_tensor_hook() -> Any:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and hasattr(hooks[0], "__qualname__") else None
+
+
+def is_parameter_gradient_exchange() -> bool:
+    """Whether the backward function that runs now moves, or adds up, the gradient of a parameter."""
+    node = torch._C._current_autograd_node()
+    return node is not None and leads_to_parameter(node)
+
+
+def leads_to_parameter(node: Any) -> bool:
+    """Whether behind `node`, and functions that only move or cast, lies the accumulated gradient of a parameter."""
     while node is not None:
-        following = [successor for successor, _ in node.next_functions if successor is not None]
-        if len(following) != 1:
-            return False
-        node = following[0]
-        if node.name() == "torch::autograd::AccumulateGrad":
+        if node.name() == ACCUMULATE_NODE:
             return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
-        if node.name() not in CAST_NODES:
+        if node.name() not in MOVING_NODES:
             return False
+        following = [successor for successor, _ in node.next_functions if successor is not None]
+        node = following[0] if len(following) == 1 else None
     return False
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter, or a cast or a view of one."""
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.grad_fn is not None and leads_to_parameter(tensor.grad_fn))
+
+
+def register_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> RemovableHandle:
+    """Register a forward pre-hook that runs before those that `module` has."""
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    # torch 2.11's Dynamo guards read these OrderedDicts in the order of memory, which a prepend leaves another than that
+    # of iteration, and fail: lay them out anew.
+    for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+        items = list(hooks.items())
+        hooks.clear()
+        hooks.update(items)
+    return handle
 
 
 def storage_pointer(tensor: torch.Tensor) -> int:
@@ -127,6 +177,20 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         return group.get_group() if group.ndim == 1 else None
     return None
+
+
+def stock_exchange(tensor: torch.Tensor, kind: str, op: str, dim: int, scatter_dim: int, group: Any) -> torch.Tensor:
+    """What the library itself does for one of the four exchanges, without the stand-ins of this package."""
+    if kind == "all_reduce":
+        return waited(funcol.all_reduce(tensor, op, group))
+    if kind == "reduce_scatter":
+        reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+        return waited(reduce_scatter(tensor, op, dim, group))
+    all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    gathered = waited(all_gather(tensor, dim, group))
+    if kind == "all_gather":
+        return gathered
+    return gathered.chunk(group.size(), scatter_dim)[group.rank()].contiguous()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -169,6 +169,11 @@ class CompressionConfig:
         return not self.codecs
 
     @property
+    def goes_by_module_name(self) -> bool:
+        """Whether what is compressed depends on the module."""
+        return bool(self.exclude or self.recipes)
+
+    @property
     def uses_auto_element(self) -> bool:
         """Whether ranks must agree on what ``element="auto"`` means."""
         return any(codec.element == "auto" for codec in self.codecs)

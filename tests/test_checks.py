@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_taco import _compat
-from lightning_taco.strategies import checks
+from lightning_taco.strategies import checks, rank_agreement
 from tests.ranks import run_forked, run_threads
 
 Plan = dict[str, ParallelStyle]
@@ -449,13 +449,13 @@ def test_one_value_that_differs(name: str) -> None:
 
     def rank_function(rank: int) -> tuple[str, bool, bool]:
         batch = make_batch()
-        agrees_first = checks.batches_agree(batch, dist.group.WORLD)
+        agrees_first = rank_agreement.batches_agree(batch, dist.group.WORLD)
         if rank == 1:
             batch = change_one(batch, name)
         return (
-            error_of(lambda: checks.check_same_batch(batch, dist.group.WORLD)),
+            error_of(lambda: rank_agreement.check_same_batch(batch, dist.group.WORLD)),
             agrees_first,
-            checks.batches_agree(batch, dist.group.WORLD),
+            rank_agreement.batches_agree(batch, dist.group.WORLD),
         )
 
     results = run_threads(3, rank_function)
@@ -483,7 +483,9 @@ def test_one_value_that_differs(name: str) -> None:
 def test_batches_that_differ(first: Any, second: Any) -> None:
     def rank_function(rank: int) -> tuple[bool, bool]:
         mine = (first, second)[rank]
-        return checks.batches_agree(mine, dist.group.WORLD), checks.batches_agree(first, dist.group.WORLD)
+        return rank_agreement.batches_agree(mine, dist.group.WORLD), rank_agreement.batches_agree(
+            first, dist.group.WORLD
+        )
 
     assert run_threads(2, rank_function) == [(False, True)] * 2
 
@@ -491,7 +493,7 @@ def test_batches_that_differ(first: Any, second: Any) -> None:
 def test_layout_in_memory_does_not_count() -> None:
     def rank_function(rank: int) -> bool:
         tokens = torch.arange(12).view(3, 4)
-        return checks.batches_agree(tokens if rank == 0 else tokens.t().contiguous().t(), dist.group.WORLD)
+        return rank_agreement.batches_agree(tokens if rank == 0 else tokens.t().contiguous().t(), dist.group.WORLD)
 
     assert run_threads(2, rank_function) == [True, True]
 
@@ -503,8 +505,8 @@ def test_batches_are_compared_within_the_group_only() -> None:
         group = mesh_of(2, 2)["tensor_parallel"].get_group()
         right, stray = torch.tensor([rank // 2]), torch.tensor([rank // 2 + (rank == 3)])
         return (
-            error_of(lambda: checks.check_same_batch(right, group)),
-            error_of(lambda: checks.check_same_batch(stray, group)),
+            error_of(lambda: rank_agreement.check_same_batch(right, group)),
+            error_of(lambda: rank_agreement.check_same_batch(stray, group)),
         )
 
     results = run_forked(4, rank_function)
@@ -518,11 +520,11 @@ def test_generators_and_dropout_masks() -> None:
     def rank_function(rank: int) -> tuple[str, Tensor, str, Tensor]:
         activations, dropout = torch.ones(64), nn.Dropout(0.5)
         torch.manual_seed(5)
-        before = error_of(lambda: checks.check_rng_agrees(dist.group.WORLD))
+        before = error_of(lambda: rank_agreement.check_rng_agrees(dist.group.WORLD))
         same_mask = dropout(activations)
         if rank == 1:
             torch.rand(1)  # something that only one rank draws
-        after = error_of(lambda: checks.check_rng_agrees(dist.group.WORLD))
+        after = error_of(lambda: rank_agreement.check_rng_agrees(dist.group.WORLD))
         return before, same_mask, after, dropout(activations)
 
     first, second = run_forked(2, rank_function)

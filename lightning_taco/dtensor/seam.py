@@ -2,8 +2,9 @@
 
 Placements look functional collectives up in one module global, ``torch.distributed.tensor.placement_types.funcol``;
 `install` puts a stand-in there that passes everything on, except all-reduce, reduce-scatter and all-gather over a group
-that has a session in scope. Three names beside it complete the seam: the all-to-all of a change of sharded dim,
-``DTensor.full_tensor`` and ``DTensor.redistribute`` of a parameter, which are always exact.
+that has a session in scope. Four names beside it complete the seam: the all-to-all of a change of sharded dim, and
+``DTensor.full_tensor``, ``DTensor.redistribute`` and what an operation redistributes of its own accord, which are exact
+for parameters.
 
 Every strategy installs and removes; the names are patched while at least one has. Nothing is compressed outside a
 session's scope, whoever else uses DTensor in the process.
@@ -15,24 +16,30 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor.placement_types as placement_types
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_taco import _compat
 from lightning_taco.dtensor import traced
 from lightning_taco.dtensor.session import (
-    CompressionSession,
+    PARAMETER_REASON,
     Exchange,
-    any_in_scope,
+    any_attached,
     bypass,
+    session_for_tracing,
     session_in_scope,
+    sessions_in_scope,
 )
 
 LOSS_MODULE = "torch.distributed.tensor.parallel.loss"
 FSDP_PACKAGE = "torch.distributed.fsdp"
+NORM_PLACEMENT = "_NormPartial"
 
 _lock = threading.Lock()
 _num_installed = 0
@@ -87,6 +94,7 @@ def _replacements() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
         (placement_types, "shard_dim_alltoall", lambda _: _shard_dim_alltoall),
         (DTensor, "full_tensor", _exact_full_tensor),
         (DTensor, "redistribute", _exact_for_parameters),
+        (_dispatch, "redistribute_local_tensor", _exact_for_parameter_operands),
     )
 
 
@@ -101,18 +109,26 @@ class _FunctionalCollectives:
 
     def all_reduce(self, tensor: Tensor, reduceOp: str, group: Any, tag: str = "") -> Tensor:
         stock = functools.partial(self._stock.all_reduce, tensor, reduceOp, group, tag)
-        if not any_in_scope():
+        if not any_attached():
             return stock()
-        # Called by Partial._reduce_value, which a vocabulary-parallel loss calls directly.
-        is_loss = sys._getframe(2).f_globals.get("__name__") == LOSS_MODULE
-        exchange = Exchange(kind="all_reduce", tensor=tensor, op=reduceOp.lower(), is_loss=is_loss)
+        is_scalar_like = _is_loss_or_norm(sys._getframe(1))
+        exchange = Exchange(kind="all_reduce", tensor=tensor, op=reduceOp.lower(), is_scalar_like=is_scalar_like)
         return _run(exchange, group, stock)
 
     def _reduce_scatter(
         self, name: str, tensor: Tensor, reduceOp: str, scatter_dim: int, group: Any, tag: str = ""
     ) -> Tensor:
         stock = functools.partial(getattr(self._stock, name), tensor, reduceOp, scatter_dim, group, tag)
-        return _run(Exchange(kind="reduce_scatter", tensor=tensor, op=reduceOp.lower(), dim=scatter_dim), group, stock)
+        if not any_attached():
+            return stock()
+        exchange = Exchange(
+            kind="reduce_scatter",
+            tensor=tensor,
+            op=reduceOp.lower(),
+            dim=scatter_dim,
+            is_scalar_like=_is_loss_or_norm(sys._getframe(1)),
+        )
+        return _run(exchange, group, stock)
 
     def _all_gather(self, name: str, tensor: Tensor, gather_dim: int, group: Any, tag: str = "") -> Tensor:
         stock = functools.partial(getattr(self._stock, name), tensor, gather_dim, group, tag)
@@ -125,6 +141,22 @@ class _FunctionalCollectives:
     all_gather_single = functools.partialmethod(_all_gather, "all_gather_single")
 
 
+def _is_loss_or_norm(frame: FrameType | None) -> bool:
+    """Whether the placement's method in `frame` belongs to a norm, or is called by a vocabulary-parallel loss.
+
+    The reduction itself does not tell: to the collective both are sums.
+    """
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == LOSS_MODULE:
+            return True
+        if type(frame.f_locals.get("self")).__name__ == NORM_PLACEMENT:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
     stock = functools.partial(_originals["shard_dim_alltoall"], input, gather_dim, shard_dim, mesh, mesh_dim)
     exchange = Exchange(kind="all_to_all", tensor=input, dim=gather_dim, scatter_dim=shard_dim)
@@ -132,24 +164,21 @@ def _shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, mesh: An
 
 
 def _run(exchange: Exchange, group: Any, stock: Callable[[], Tensor]) -> Tensor:
-    session = _session(group) if any_in_scope() else None
-    if session is None:
+    process_group = _compat.process_group(group) if any_attached() else None
+    if process_group is None:
         return stock()
     if _compat.is_tracing():
-        result = traced.trace_exchange(exchange, session)
+        session = session_for_tracing(process_group)
+        result = None if session is None else traced.trace_exchange(exchange, session)
         return stock() if result is None else result
-    return session.exchange(exchange, stock)
-
-
-def _session(group: Any) -> CompressionSession | None:
-    process_group = _compat.process_group(group)
-    return None if process_group is None else session_in_scope(process_group)
+    session = session_in_scope(process_group)
+    return stock() if session is None else session.exchange(exchange, stock)
 
 
 def _exact_full_tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not any_in_scope() or _compat.is_tracing():
+        if not any_attached() or torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         with bypass("full_tensor()"):
             return original(self, *args, **kwargs)
@@ -162,12 +191,25 @@ def _exact_for_parameters(original: Callable[..., DTensor]) -> Callable[..., DTe
 
     @functools.wraps(original)
     def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        if not any_in_scope() or _compat.is_tracing():
+        if not any_attached() or torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if not isinstance(self, nn.Parameter) and not caller.startswith(FSDP_PACKAGE):
+        if not _compat.is_parameter(self) and not caller.startswith(FSDP_PACKAGE):
             return original(self, *args, **kwargs)
-        with bypass("parameter or its gradient"):
+        with bypass(PARAMETER_REASON):
             return original(self, *args, **kwargs)
 
     return redistribute
+
+
+def _exact_for_parameter_operands(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What an operation redistributes of its own accord: a parameter is known by its memory, before it is copied."""
+
+    @functools.wraps(original)
+    def redistribute_local_tensor(local_tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not any(session.holds_parameter(local_tensor) for session in sessions_in_scope()):
+            return original(local_tensor, *args, **kwargs)
+        with bypass(PARAMETER_REASON):
+            return original(local_tensor, *args, **kwargs)
+
+    return redistribute_local_tensor

@@ -28,6 +28,7 @@ from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor.sites import ModuleSites, Site
 
 COMPRESSED = "compressed"
+PARAMETER_REASON = "parameter or its gradient"
 REDUCING_KINDS = ("all_reduce", "reduce_scatter")
 
 
@@ -43,8 +44,8 @@ class Exchange:
     """The dim along which shards are joined (all-gather, all-to-all) or cut (reduce-scatter)."""
     scatter_dim: int = 0
     """The dim that an all-to-all cuts."""
-    is_loss: bool = False
-    """Whether it is part of a vocabulary-parallel loss."""
+    is_scalar_like: bool = False
+    """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
 
     def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
         """Exchange the tensor, compressed."""
@@ -97,10 +98,16 @@ class CompressionSession:
     def attach(self, module: nn.Module) -> None:
         """Follow `module` too: its exchanges know their site, and its parameters are known."""
         self.sites.attach(module)
+        with _SCOPE_LOCK:
+            if self not in _ATTACHED:
+                _ATTACHED.append(self)
         self._parameter_storages |= {_storage(parameter) for parameter in module.parameters()} - {0}
 
     def detach(self) -> None:
         """Remove every hook from the module."""
+        with _SCOPE_LOCK:
+            if self in _ATTACHED:
+                _ATTACHED.remove(self)
         self.sites.detach()
         self._parameter_storages = set()
         self.observers.clear()
@@ -146,7 +153,7 @@ class CompressionSession:
             return None, f"dtype {str(tensor.dtype).removeprefix('torch.')}"
         if exchange.kind in REDUCING_KINDS and exchange.op not in ("sum", "avg"):
             return None, f"reduction {exchange.op}"
-        if exchange.is_loss or tensor.dim() < 2:
+        if exchange.is_scalar_like or tensor.dim() < 2 or tensor.shape[-1] == 1:
             return None, "loss, norm or bias (no feature dim)"
         full_bytes = tensor.numel() * tensor.element_size()
         if exchange.kind == "all_gather":
@@ -159,7 +166,7 @@ class CompressionSession:
         if _BYPASS.reason:
             return None, _BYPASS.reason
         if self._is_parameter(tensor, site):
-            return None, "parameter or its gradient"
+            return None, PARAMETER_REASON
         return codec, COMPRESSED
 
     def record(self, exchange: Exchange, site: Site, codec: CodecConfig | None, outcome: str) -> None:
@@ -191,8 +198,12 @@ class CompressionSession:
 
     def _is_parameter(self, tensor: Tensor, site: Site) -> bool:
         if site.direction == "backward":
-            return _compat.is_parameter_gradient_redistribution()
-        return _compat.storage_pointer(tensor) in self._parameter_storages
+            return _compat.is_parameter_gradient_exchange()
+        return self.holds_parameter(tensor)
+
+    def holds_parameter(self, local: Tensor) -> bool:
+        """Whether `local` is, or is a view of, this rank's part of a parameter of the attached modules."""
+        return _compat.storage_pointer(local) in self._parameter_storages
 
 
 def _storage(parameter: Tensor) -> int:
@@ -220,6 +231,7 @@ def bypass(reason: str) -> Iterator[None]:
 # Sessions in scope, innermost last. Process-wide, since autograd's threads must see them too; a session is found by its
 # group, so strategies (and, in tests, ranks that are threads) do not meet.
 _IN_SCOPE: list[CompressionSession] = []
+_ATTACHED: list[CompressionSession] = []
 _SCOPE_LOCK = threading.Lock()
 
 
@@ -238,14 +250,30 @@ def leave_scope(session: CompressionSession) -> None:
                 return
 
 
-def any_in_scope() -> bool:
-    """Whether any session of this process is in scope."""
-    return bool(_IN_SCOPE)
+def sessions_in_scope() -> tuple[CompressionSession, ...]:
+    """All sessions in scope, innermost last."""
+    return tuple(_IN_SCOPE)
 
 
 def session_in_scope(group: dist.ProcessGroup) -> CompressionSession | None:
     """The innermost session in scope on `group`."""
-    for session in reversed(_IN_SCOPE):
-        if session.group is group or session.group == group:
-            return session
-    return None
+    return _last_on(group, _IN_SCOPE)
+
+
+def session_for_tracing(group: dist.ProcessGroup) -> CompressionSession | None:
+    """The session whose settings a graph that is traced now is made for: a graph outlives the scope it is traced in."""
+    return _last_on(group, _IN_SCOPE) or _last_on(group, _ATTACHED)
+
+
+def any_attached() -> bool:
+    """Whether any session of this process is in scope or follows a module."""
+    return bool(_IN_SCOPE or _ATTACHED)
+
+
+def _last_on(group: dist.ProcessGroup, sessions: list[CompressionSession]) -> CompressionSession | None:
+    return next((session for session in reversed(sessions) if session.group == group), None)
+
+
+def any_in_scope() -> bool:
+    """Whether any session of this process is in scope."""
+    return bool(_IN_SCOPE)

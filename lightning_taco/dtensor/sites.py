@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_taco import _compat
 from lightning_taco.collectives.traffic import Direction
 
+NOTED_SITE = "_lightning_taco_site"
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -77,12 +78,14 @@ class ModuleSites:
         """The site of an exchange that happens now, in this thread."""
         stacks = self._fresh_stacks()
         if not _compat.in_backward():
-            return Site(stacks.forward[-1] if stacks.forward else "", "forward", False)
+            name = stacks.forward[-1] if stacks.forward else ""
+            _note_checkpointed(name)
+            return Site(name, "forward", False)
         if stacks.forward:
             return Site(stacks.forward[-1], "forward", True)
         name = stacks.backward[-1] if stacks.backward else ""
         if _compat.in_checkpoint_recompute():
-            return Site(name, "forward", True)
+            return Site(_noted_checkpointed(name), "forward", True)
         return Site(name, "backward", False)
 
     def _fresh_stacks(self) -> _Stacks:
@@ -122,8 +125,22 @@ class ModuleSites:
             _hook_first_gradient(output, open_backward)
 
         # First before and last after the hooks of parallel styles, whose redistributions belong to the module.
-        self._handles.append(module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True))
+        self._handles.append(_compat.register_first(module, before_forward, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after_forward, always_call=True))
+
+
+def _note_checkpointed(name: str) -> None:
+    """Remember on a checkpoint the module that it is in: no module of it runs when its function is run again.
+
+    Of the names seen in it, that of the function itself is the shortest; the others lie below.
+    """
+    frame = _compat.checkpoint_frame()
+    if frame is not None and len(name) < len(getattr(frame, NOTED_SITE, name + ".")):
+        setattr(frame, NOTED_SITE, name)
+
+
+def _noted_checkpointed(default: str) -> str:
+    return getattr(_compat.checkpoint_frame(), NOTED_SITE, default)
 
 
 def _hook_first_gradient(values: Any, hook: Any) -> None:

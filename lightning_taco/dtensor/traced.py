@@ -1,8 +1,9 @@
 """The exchange as a registered custom op, for graphs that torch.compile makes of it.
 
-While a graph is traced the tensors are fakes, so the decision is made then and what lands in the graph is one op with
-plain arguments: the exchange, the group's name, the site and the codec. When the graph runs, the op counts like the
-eager path.
+While a graph is traced the tensors are fakes, so the codec is chosen then, and what lands in the graph is one op with
+plain arguments: the exchange, the group's name, the direction and the codec. When the graph runs, the op compresses and
+counts if a session is in scope, and takes the stock path otherwise, like the eager path. Module names are not known
+while tracing, so settings that go by them (`exclude`, `recipes`) leave a compiled exchange as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lightning_taco.dtensor.sites import Site
 
 def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | None:
     """Put `exchange` into the graph that is being traced; ``None`` if it is to take the stock path."""
-    site = session.sites.current()
+    if session.config.goes_by_module_name:
+        return None
+    site = Site("", session.sites.current().direction, False)
     codec, _ = session.choose(exchange, site)
     if codec is None:
         return None
@@ -34,7 +37,6 @@ def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | 
         exchange.scatter_dim,
         session.group.group_name,
         session.world_size,
-        site.name,
         site.direction,
         json.dumps(asdict(codec)),
     )
@@ -49,22 +51,19 @@ def exchange_op(
     scatter_dim: int,
     group_name: str,
     world_size: int,
-    site: str,
     direction: str,
     codec: str,
 ) -> Tensor:
     """Run the exchange and count it."""
     group = _compat.resolve_group(group_name)
-    exchange = Exchange(kind=kind, tensor=tensor, op=op, dim=dim, scatter_dim=scatter_dim)  # type: ignore[arg-type]
-    settings = _codec(codec)
     session = session_in_scope(group)
-    seed = 0
-    if session is not None:
-        place = Site(site, direction, False)  # type: ignore[arg-type]
-        session.record(exchange, place, settings, COMPRESSED)
-        session.observe(exchange, place, settings)
-        seed = session.seed(exchange.kind, place)
-    return exchange.run(settings, group, seed)
+    if session is None:
+        return _compat.stock_exchange(tensor, kind, op, dim, scatter_dim, group)
+    exchange = Exchange(kind=kind, tensor=tensor, op=op, dim=dim, scatter_dim=scatter_dim)  # type: ignore[arg-type]
+    site, settings = Site("", direction, False), _codec(codec)  # type: ignore[arg-type]
+    session.record(exchange, site, settings, COMPRESSED)
+    session.observe(exchange, site, settings)
+    return exchange.run(settings, group, session.seed(exchange.kind, site))
 
 
 @exchange_op.register_fake
@@ -76,7 +75,6 @@ def _(
     scatter_dim: int,
     group_name: str,
     world_size: int,
-    site: str,
     direction: str,
     codec: str,
 ) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors, SiteError
 from lightning_taco.dtensor.session import COMPRESSED, CompressionSession
-from lightning_taco.strategies import checks, report
+from lightning_taco.strategies import checks, rank_agreement, report
 
 TENSOR_PARALLEL = "tensor_parallel"
 
@@ -50,6 +50,7 @@ class Compression:
         self.group: dist.ProcessGroup | None = None
         self._device: torch.device | None = None
         self._handles: list[RemovableHandle] = []
+        self._plan_problem: str | None = None
         self._sampler = ReconstructionErrors()
         self._num_steps = 0
         self._is_first_step_reported = False
@@ -71,6 +72,7 @@ class Compression:
         tensor_parallel_mesh = mesh[TENSOR_PARALLEL]
         checks.check_even_shards(module, tensor_parallel_mesh)
         self._handles += checks.add_sequence_length_checks(module, tensor_parallel_mesh)
+        self._plan_problem = checks.check_parallelized(module, tensor_parallel_mesh)
         if self.session is None:
             self._open_session(tensor_parallel_group(module, mesh), mesh, device)
         if self.session is not None:
@@ -94,10 +96,10 @@ class Compression:
         """
         if self.group is None or self.group.size() == 1:
             return
-        checks.check_same_batch(batch, self.group)
+        rank_agreement.check_same_batch(batch, self.group)
         if module is not None and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()):
             try:
-                checks.check_rng_agrees(self.group, self._device)
+                rank_agreement.check_rng_agrees(self.group, self._device)
             except ValueError as error:
                 rank_zero_warn(str(error))
 
@@ -175,7 +177,9 @@ class Compression:
     def _report_first_step(self, session: CompressionSession) -> None:
         reason = session.nothing_compressed_reason()
         if reason is not None:
-            rank_zero_warn(f"lightning_taco compressed nothing in the first step: {reason}.")
+            # A plan that splits nothing is the cause behind having nothing to exchange.
+            cause = reason if session.traffic.counts else self._plan_problem or reason
+            rank_zero_warn(f"lightning_taco compressed nothing in the first step: {cause}.")
             return
         compressed = session.traffic.total(outcome=COMPRESSED)
         rank_zero_info(

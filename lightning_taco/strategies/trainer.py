@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +25,7 @@ from typing_extensions import override
 from lightning_taco import _compat
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
+from lightning_taco.dtensor.sites import WRAPPER_PREFIXES
 from lightning_taco.strategies import arguments, checks
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import clip_gradients_by_norm, clip_gradients_by_value
@@ -105,7 +105,9 @@ class TacoTPStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         # The first moment at which the callbacks are known: before the process group exists and the model is built.
         assert self.lightning_module is not None
-        checks.check_callbacks(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        trainer: Any = self.lightning_module.trainer
+        checks.check_callbacks(trainer.callbacks)
+        checks.check_unified_package(trainer.datamodule, *trainer.loggers)
         self._keep_ties_in_configure_model(self.lightning_module)
         super().setup_environment()
 
@@ -172,7 +174,7 @@ class TacoTPStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         names = {_saved_name(name): name for name in self.model.state_dict()}
-        with _without_compile_wrappers(self.model):
+        with _without_wrappers(self.model):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             if "averaging_state" in checkpoint:
                 self._add_averaged_weights(checkpoint, Path(self.broadcast(checkpoint_path)), names)
@@ -280,26 +282,39 @@ class TacoTPStrategy(ModelParallelStrategy):
 
 
 def _saved_name(name: str) -> str:
-    """The name under which a parameter is saved: without the prefix that torch.compile gives it."""
-    return name.replace("_orig_mod.", "")
+    """The name under which a parameter is saved: without the prefixes that torch.compile and others give it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 @contextmanager
-def _without_compile_wrappers(module: nn.Module) -> Iterator[None]:
-    """Put modules in place of their compiled selves, so that their parameters have the names that were saved."""
-    compiled = [
+def _without_wrappers(module: nn.Module) -> Iterator[None]:
+    """Put modules in place of what torch.compile and CheckpointWrapper made of them: parameters have their saved names.
+
+    Lightning's own loading knows the names with the prefixes of these wrappers only.
+    """
+    wrapped = [
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent._modules.items()
-        if isinstance(child, OptimizedModule)
+        if child is not None and _unwrapped(child) is not child
     ]
-    for parent, name, child in compiled:
-        parent._modules[name] = child._orig_mod
+    for parent, name, child in wrapped:
+        parent._modules[name] = _unwrapped(child)
     try:
         yield
     finally:
-        for parent, name, child in compiled:
+        for parent, name, child in wrapped:
             parent._modules[name] = child
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    for prefix in WRAPPER_PREFIXES:
+        inner = module._modules.get(prefix.removesuffix("."))
+        if inner is not None:
+            return _unwrapped(inner)
+    return module
 
 
 def _distributed_like(like: Tensor, whole: Tensor) -> Tensor:

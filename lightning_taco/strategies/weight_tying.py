@@ -271,7 +271,7 @@ def _check_can_be_one(places: Sequence[_Place], names: _ParameterNames) -> None:
         if is_alike and owners == (None, None):
             continue
         pair = f"{names.of(first)} ({_describe(first.parameter)}) and {names.of(other)} ({_describe(other.parameter)})"
-        on_purpose = f"untie them on purpose: give {names.of(other)} its own nn.Parameter before, or pass tie=False"
+        on_purpose = f"untie them on purpose: give {names.of(other)} its own nn.Parameter before"
         if is_alike or owners[0] != owners[1]:
             raise ValueError(
                 f"{pair} are tied, but fully_shard manages them apart, so each would be trained on its own. Leave both "
