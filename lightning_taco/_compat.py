@@ -138,9 +138,10 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def register_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> RemovableHandle:
     """Register a forward pre-hook that runs before those that `module` has."""
     handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
-    # torch 2.11's Dynamo guards read these OrderedDicts in the order of memory, which a prepend leaves another than that
-    # of iteration, and fail: lay them out anew.
-    for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+    # torch 2.11's Dynamo guards read these OrderedDicts in the order of memory, which after a prepend is not that of
+    # iteration, and fail: lay them out anew.
+    tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+    for hooks in tables:
         items = list(hooks.items())
         hooks.clear()
         hooks.update(items)

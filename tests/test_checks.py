@@ -161,17 +161,6 @@ def test_one_tensor_parallel_rank_is_no_error() -> None:
     assert run_threads(1, rank_function) == ["tensor_parallel_size is 1, so there is no tensor-parallel exchange"]
 
 
-def test_mixture_of_dtensors_and_tensors() -> None:
-    def rank_function(rank: int) -> list[bool]:
-        model = parallelize_module(mlp(16), mesh_of(2), {"0": ColwiseParallel()})
-        return [
-            checks.mixes_dtensors_and_tensors(parameters)
-            for parameters in ([], model[0].parameters(), model[2].parameters(), model.parameters())
-        ]
-
-    assert run_threads(2, rank_function) == [[False, False, False, True]] * 2
-
-
 # Uneven splits
 
 

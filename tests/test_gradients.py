@@ -24,11 +24,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightning_taco import _compat
 from lightning_taco.strategies.gradients import (
     clip_gradients_by_norm,
     clip_gradients_by_value,
     gradient_norm,
     gradient_norms_by_parameter,
+    is_norm_right_in_torch,
     reduce_partial_gradients,
 )
 from tests.ranks import run_forked
@@ -506,3 +508,24 @@ def test_bad_settings_are_refused_before_a_gradient_changes(value: float) -> Non
         with pytest.raises(ValueError, match=rf"norm_type={value} is not the order of a norm; give a number above 0"):
             function([parameter], value)
     assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def test_torchs_own_norm_is_trusted_only_where_it_is_right() -> None:
+    def body(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+
+        def with_gradient(placement: Placement) -> nn.Parameter:
+            whole = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False)
+            parameter = nn.Parameter(whole)
+            parameter.grad = DTensor.from_local(torch.ones(4, 4), mesh, [placement], run_check=False)
+            return parameter
+
+        plain = nn.Parameter(torch.ones(2))
+        plain.grad = torch.ones(2)
+        without = nn.Parameter(torch.ones(2))
+        sharded, partial = with_gradient(Replicate()), with_gradient(Partial())
+        cases: list[list[nn.Parameter]] = [[], [plain], [sharded, without], [plain, sharded], [partial]]
+        return [is_norm_right_in_torch(parameters) for parameters in cases]
+
+    knows_partial = _compat.torch_version() >= (2, 13)
+    assert run_forked(2, body) == [[True, True, True, False, knows_partial]] * 2

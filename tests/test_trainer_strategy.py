@@ -30,7 +30,7 @@ from lightning_taco import CompressionConfig, TacoTPStrategy, _compat, dtensor
 from lightning_taco.callbacks import GradientNormMonitor
 from lightning_taco.dtensor.session import COMPRESSED
 from lightning_taco.strategies import report
-from lightning_taco.strategies.trainer import PARTIAL_NORM_TORCH
+from lightning_taco.strategies.gradients import PARTIAL_NORM_TORCH
 from tests.lightning_models import (
     TinyModule,
     captured_messages,

@@ -108,11 +108,6 @@ def check_unified_package(*objects: object) -> None:
                 )
 
 
-def mixes_dtensors_and_tensors(parameters: Iterable[Tensor]) -> bool:
-    """Whether there are both DTensors and plain tensors, which torch's foreach functions refuse."""
-    return len({isinstance(parameter, DTensor) for parameter in parameters}) == 2
-
-
 def check_parallelized(module: nn.Module, mesh: DeviceMesh) -> str | None:
     """Why nothing that `module` exchanges over `mesh` (the tensor-parallel axis) can be compressed.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,11 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_taco import _compat
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
-from lightning_taco.strategies import arguments, checks
+from lightning_taco.strategies import arguments, checkpoints, checks
 from lightning_taco.strategies.compression import Compression
-from lightning_taco.strategies.gradients import clip_gradients_by_norm, clip_gradients_by_value
+from lightning_taco.strategies.gradients import (
+    clip_gradients_by_norm,
+    clip_gradients_by_value,
+    is_norm_right_in_torch,
+)
 from lightning_taco.strategies.weight_tying import preserve_tied_parameters
 
 
@@ -108,6 +114,17 @@ class TacoTPStrategy(ModelParallelStrategy):
         return module
 
     @override
+    def load_checkpoint(
+        self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        values = state.values() if isinstance(state, dict) else [state]
+        with ExitStack() as stack:
+            for module in values:
+                if isinstance(module, nn.Module):
+                    stack.enter_context(checkpoints.without_wrappers(module))
+            return super().load_checkpoint(path, state, strict, weights_only)
+
+    @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with self.compression.backward_scope():
             super().backward(tensor, module, *args, **kwargs)
@@ -130,7 +147,7 @@ class TacoTPStrategy(ModelParallelStrategy):
     ) -> Tensor:
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
-        if self._clips_as_stock(parameters):
+        if self.compression.config is None and is_norm_right_in_torch(parameters):  # off is off, to the last bit
             return torch.nn.utils.clip_grad_norm_(
                 parameters, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
             )
@@ -140,10 +157,7 @@ class TacoTPStrategy(ModelParallelStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
-        if self._clips_as_stock(parameters):
-            torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
-        else:
-            clip_gradients_by_value(parameters, clip_val)
+        clip_gradients_by_value(parameters, clip_val)
 
     def print_end_table(self) -> None:
         """Print, on rank 0, what was sent and what it cost. A Fabric script calls it when it is done."""
@@ -179,8 +193,5 @@ class TacoTPStrategy(ModelParallelStrategy):
             if self._open_scopes:
                 self._open_scopes.pop().__exit__(None, None, None)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(_compat.register_first(module, before))
         self._handles.append(module.register_forward_hook(after, always_call=True))
-
-    def _clips_as_stock(self, parameters: list[nn.Parameter]) -> bool:
-        return self.compression.config is None and not checks.mixes_dtensors_and_tensors(parameters)

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_load, _materialize_distributed_module
+from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_taco import _compat
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
-from lightning_taco.dtensor.sites import WRAPPER_PREFIXES
-from lightning_taco.strategies import arguments, checks
+from lightning_taco.strategies import arguments, checkpoints, checks
 from lightning_taco.strategies.compression import Compression
-from lightning_taco.strategies.gradients import clip_gradients_by_norm, clip_gradients_by_value
+from lightning_taco.strategies.gradients import (
+    clip_gradients_by_norm,
+    clip_gradients_by_value,
+    is_norm_right_in_torch,
+)
 from lightning_taco.strategies.weight_tying import preserve_tied_parameters
 
-PARTIAL_NORM_TORCH = (2, 13)  # the first whose norm of a partial gradient is not that of each rank's term
 REPLACED_METHODS = ("configure_model", "log")  # of the LightningModule, while the strategy runs
-CURRENT_WEIGHTS = "current_model_state"  # what lightning's WeightAveraging calls the weights that are not averaged
 
 
 class TacoTPStrategy(ModelParallelStrategy):
@@ -166,48 +163,20 @@ class TacoTPStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        if CURRENT_WEIGHTS in checkpoint:
-            self._prepare_averaged_weights(checkpoint)
+        if checkpoints.CURRENT_WEIGHTS in checkpoint:
+            checkpoints.prepare_averaged_weights(checkpoint, is_distributed=self._save_distributed_checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
-        names = {_saved_name(name): name for name in self.model.state_dict()}
-        with _without_wrappers(self.model):
+        names = {checkpoints.saved_name(name): name for name in self.model.state_dict()}
+        with checkpoints.without_wrappers(self.model):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             if "averaging_state" in checkpoint:
-                self._add_averaged_weights(checkpoint, Path(self.broadcast(checkpoint_path)), names)
+                path = Path(self.broadcast(checkpoint_path))
+                checkpoints.add_averaged_weights(checkpoint, self.model, path, names)
         return checkpoint
-
-    def _prepare_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
-        """Make a checkpoint to which WeightAveraging has added its own state one that can be saved from shards.
-
-        That callback puts the average, in the shards of this rank, in place of the weights, and keeps the weights under
-        another name, where only rank 0's shards would be saved.
-        """
-        averaged = {_saved_name(name): value for name, value in checkpoint["state_dict"].items()}
-        if self._save_distributed_checkpoint:
-            averaged[CURRENT_WEIGHTS] = checkpoint.pop(CURRENT_WEIGHTS)
-        else:
-            averaged = {
-                name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
-                for name, value in averaged.items()
-            }
-        checkpoint["state_dict"] = averaged
-
-    def _add_averaged_weights(self, checkpoint: dict[str, Any], path: Path, names: Mapping[str, str]) -> None:
-        """Give WeightAveraging, as shards of this rank, the two sets of weights that it asks a checkpoint for."""
-        assert self.model is not None
-        weights = self.model.state_dict()
-        averaged = {name: value.detach().clone() for name, value in weights.items()}
-        if path.is_dir():
-            current = {name: torch.empty_like(value) for name, value in averaged.items()}
-            _distributed_checkpoint_load({"state_dict": {CURRENT_WEIGHTS: current}}, path)
-        else:
-            current = {name: _distributed_like(averaged[name], checkpoint[CURRENT_WEIGHTS][name]) for name in averaged}
-        checkpoint["state_dict"] = {names[name]: value for name, value in averaged.items()}
-        checkpoint[CURRENT_WEIGHTS] = {names[name]: value for name, value in current.items()}
 
     @override
     def teardown(self) -> None:
@@ -265,7 +234,7 @@ class TacoTPStrategy(ModelParallelStrategy):
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             parameters = list(plugin.main_params(optimizer))
-            if self.compression.config is None and _is_norm_right_in_torch(parameters):
+            if self.compression.config is None and is_norm_right_in_torch(parameters):
                 stock_by_norm(optimizer, clip_val)  # off is off, to the last bit
             else:
                 clip_gradients_by_norm(parameters, clip_val)
@@ -279,63 +248,6 @@ class TacoTPStrategy(ModelParallelStrategy):
     def _restore_clipping(self) -> None:
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self.precision_plugin.__dict__.pop("clip_grad_by_value", None)
-
-
-def _saved_name(name: str) -> str:
-    """The name under which a parameter is saved: without the prefixes that torch.compile and others give it."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
-@contextmanager
-def _without_wrappers(module: nn.Module) -> Iterator[None]:
-    """Put modules in place of what torch.compile and CheckpointWrapper made of them: parameters have their saved names.
-
-    Lightning's own loading knows the names with the prefixes of these wrappers only.
-    """
-    wrapped = [
-        (parent, name, child)
-        for parent in module.modules()
-        for name, child in parent._modules.items()
-        if child is not None and _unwrapped(child) is not child
-    ]
-    for parent, name, child in wrapped:
-        parent._modules[name] = _unwrapped(child)
-    try:
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            parent._modules[name] = child
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    for prefix in WRAPPER_PREFIXES:
-        inner = module._modules.get(prefix.removesuffix("."))
-        if inner is not None:
-            return _unwrapped(inner)
-    return module
-
-
-def _distributed_like(like: Tensor, whole: Tensor) -> Tensor:
-    """This rank's shard of `whole`, which every rank has, laid out like `like`; without an exchange."""
-    whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _is_norm_right_in_torch(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch's own clipping takes the norm of all gradients; it depends on nothing that ranks differ in."""
-    gradients = [parameter.grad for parameter in parameters]
-    if checks.mixes_dtensors_and_tensors(gradient for gradient in gradients if gradient is not None):
-        return False
-    return _compat.torch_version() >= PARTIAL_NORM_TORCH or not any(
-        placement.is_partial()
-        for gradient in gradients
-        if isinstance(gradient, DTensor)
-        for placement in gradient.placements
-    )
 
 
 StrategyRegistry.register(
