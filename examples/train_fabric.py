@@ -85,6 +85,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 10 == 0 or step == args.max_steps - 1:
             fabric.print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - started:.0f} s")
+    strategy.print_end_table()
 
 
 if __name__ == "__main__":

@@ -1060,3 +1060,22 @@ def test_an_excluded_module_is_exact_in_a_compiled_graph() -> None:
         assert torch.equal(found[0], stock[0])
 
     run_forked(2, body)
+
+
+def test_backward_settings_hold_where_only_a_part_of_the_model_is_compiled() -> None:
+    def body(rank: int) -> None:
+        mesh = tensor_parallel_mesh()
+        counts = []
+        for is_compiled in (False, True):
+            model = make_model(mesh).eval()
+            if is_compiled:
+                for block in model.blocks:
+                    block.mlp.compile(backend="aot_eager")
+            config = CompressionConfig(min_bytes=0, forward=None, backward=CodecConfig())
+            with installed_session(mesh, config, model) as session:
+                train_step(model, make_tokens(), session)
+                total = session.traffic.total(outcome="compressed")
+                counts.append((total.num_messages, total.sent_bytes))
+        assert counts[0] == counts[1]
+
+    run_forked(2, body)

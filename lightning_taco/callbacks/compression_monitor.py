@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,8 +58,8 @@ class CompressionMonitor(Callback):
 def scalars(compression: Compression) -> dict[str, float]:
     """The last sample as tag to number."""
     values = {"compression/ratio": compression.compression_ratio}
-    if compression.errors:
-        values["compression/worst_relative_error"] = max(map(_relative_error, compression.errors.values()))
+    if compression.relative_l2_error is not None:
+        values["compression/worst_relative_error"] = compression.relative_l2_error
     for key, error in compression.errors.items():
         values.update(_site_scalars(key, error))
     return values
@@ -68,15 +67,10 @@ def scalars(compression: Compression) -> dict[str, float]:
 
 def _site_scalars(key: ErrorKey, error: SiteError) -> dict[str, float]:
     name = f"{key.direction}/{key.site or 'root'}/{key.kind}"
-    values = {f"compression/relative_error/{name}": _relative_error(error)}
+    values = {f"compression/relative_error/{name}": error.relative_l2_error}
     if error.num_nonfinite:
         values[f"compression/nonfinite/{name}"] = float(error.num_nonfinite)
     return values
-
-
-def _relative_error(error: SiteError) -> float:
-    """Infinite beside NaN and Inf: the error of the values that are left would make a diverged layer look healthy."""
-    return math.inf if error.num_nonfinite else error.relative_l2_error
 
 
 def _compression(trainer: pl.Trainer) -> Compression:

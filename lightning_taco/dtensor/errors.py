@@ -30,7 +30,8 @@ class SiteError:
     """What sampling saw at one site, over all ranks of the group and since the last reset.
 
     Attributes:
-        relative_l2_error: ``||x' - x|| / ||x||`` over the finite values; 0 when both norms are 0.
+        relative_l2_error: ``||x' - x|| / ||x||``; 0 when both norms are 0, infinite beside a NaN or an Inf, since the
+            error of the values that are left would make a diverged layer look healthy.
         num_nonfinite: NaN and Inf values among those that were to be sent.
         num_values: values looked at.
     """
@@ -101,4 +102,4 @@ def _energy(values: Tensor) -> Tensor:
 
 def _site_error(squared_error: float, squared_norm: float, num_nonfinite: float, num_values: float) -> SiteError:
     relative = math.sqrt(squared_error / squared_norm) if squared_norm > 0 else 0.0
-    return SiteError(relative, int(num_nonfinite), int(num_values))
+    return SiteError(math.inf if num_nonfinite else relative, int(num_nonfinite), int(num_values))

@@ -25,7 +25,9 @@ def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | 
     """Put `exchange` into the graph that is being traced; ``None`` if it is to take the stock path."""
     if session.config.goes_by_module_name:
         return None
-    site = Site("", session.sites.current().direction, False)
+    # Not `session.sites`: while part of a model is compiled, the modules around it are running.
+    is_backward = _compat.in_backward() and not _compat.in_checkpoint_recompute()
+    site = Site("", "backward" if is_backward else "forward", False)
     codec, _ = session.choose(exchange, site)
     if codec is None:
         return None

@@ -67,13 +67,12 @@ def worst_site_text(errors: Mapping[ErrorKey, SiteError]) -> str | None:
     """The site with the largest relative error, in words; ``None`` when nothing was sampled."""
     if not errors:
         return None
-    key = max(errors, key=lambda candidate: (errors[candidate].num_nonfinite > 0, errors[candidate].relative_l2_error))
+    key = max(errors, key=lambda candidate: errors[candidate].relative_l2_error)
     error = errors[key]
-    text = (
-        f"worst site: {key.site or '(outside any module)'}, {key.direction} {key.kind}: relative L2 error "
-        f"{error.relative_l2_error:.2%} ({error.decibels:.1f} dB)"
-    )
-    return text + (f", {error.num_nonfinite} non-finite values" if error.num_nonfinite else "")
+    place = f"worst site: {key.site or '(outside any module)'}, {key.direction} {key.kind}"
+    if error.num_nonfinite:
+        return f"{place}: {error.num_nonfinite} of {error.num_values} values were NaN or Inf"
+    return f"{place}: relative L2 error {error.relative_l2_error:.2%} ({error.decibels:.1f} dB)"
 
 
 def format_bytes(num_bytes: float) -> str:
