@@ -10,6 +10,7 @@ import io
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,13 +27,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_taco import CompressionConfig, TacoTPStrategy, _compat, dtensor
+from lightning_taco import CodecConfig, CompressionConfig, TacoTPStrategy, _compat, dtensor
 from lightning_taco.callbacks import GradientNormMonitor
 from lightning_taco.dtensor.session import COMPRESSED
 from lightning_taco.strategies import report
 from lightning_taco.strategies.gradients import PARTIAL_NORM_TORCH
 from tests.lightning_models import (
+    TinyLm,
     TinyModule,
+    apply_tiny_plan,
     captured_messages,
     full,
     full_weights,
@@ -857,3 +860,54 @@ def test_end_table_is_printed_once_and_names_bytes_and_the_worst_site() -> None:
 def table_rows(table: str) -> list[list[str]]:
     """The cells of each row of a printed table."""
     return [line.strip("│ ").split("│") for line in table.splitlines() if line.startswith("│")]
+
+
+class RepeatedPlan(TinyModule):
+    """A module whose ``configure_model`` applies its plan whenever it is called."""
+
+    def configure_model(self) -> None:
+        self.num_plans = getattr(self, "num_plans", 0) + 1
+        self.model = TinyLm() if self.model is None else self.model
+        assert self.device_mesh is not None
+        apply_tiny_plan(self.model, self.device_mesh, self.plan)
+
+
+def test_a_plan_that_does_not_look_whether_it_was_applied_is_applied_once() -> None:
+    def body(rank: int) -> tuple[int, int]:
+        module = RepeatedPlan()
+        trainer = fit(module, max_steps=2).trainer
+        trainer.validate(module, tiny_dataloader(), verbose=False)
+        again = make_trainer(compressing(), max_steps=2)
+        again.fit(module, tiny_dataloader())
+        return module.num_plans, num_compressed(again.strategy)
+
+    for num_plans, compressed in run_forked(2, body):
+        assert num_plans == 1
+        assert compressed > 0
+
+
+class SeenCodecs(Callback):
+    """What the session compresses with."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        session = trainer.strategy.session
+        codecs = session.config.codecs
+        self.elements = {codec.resolved(session.element).element for codec in codecs}
+
+
+@pytest.mark.parametrize(("element", "text"), [("auto", "element='auto' means INT8 here"), ("e4m3", "has no FP8")])
+def test_a_device_without_fp8_is_said_once(element: Any, text: str) -> None:
+    def body(rank: int) -> tuple[list[str], set[str]]:
+        _compat.supports_fp8 = lambda device: False
+        codec, seen = CodecConfig(element=element), SeenCodecs()
+        strategy = TacoTPStrategy(CompressionConfig(forward=codec, backward=codec, min_bytes=0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(TinyModule(), strategy, max_steps=1, callbacks=[seen])
+        return [str(each.message) for each in caught if "FP8" in str(each.message)], seen.elements
+
+    first, second = run_forked(2, body)
+    assert len(first[0]) == 1
+    assert text in first[0][0]
+    assert second[0] == []  # rank 0 speaks for all
+    assert first[1] == second[1] == {"int8" if element == "auto" else "e4m3"}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -201,11 +202,17 @@ class TacoTPStrategy(ModelParallelStrategy):
             module.log("relative_error", error, prog_bar=True, logger=False, batch_size=1)
 
     def _keep_ties_in_configure_model(self, module: pl.LightningModule) -> None:
-        """Keep tied weights tied whoever calls ``configure_model``: Lightning, or a callback (WeightAveraging does)."""
+        """Keep tied weights tied whoever calls ``configure_model``: Lightning, or a callback (WeightAveraging does).
+
+        Lightning calls it once for each of fit, validate, test and predict, and torch refuses to parallelise twice.
+        """
         configure_model = module.configure_model
 
         @functools.wraps(configure_model)
         def configure_with_ties() -> None:
+            if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+                rank_zero_info("lightning_taco: the model is parallelised already; configure_model is not called again")
+                return
             with preserve_tied_parameters(module):
                 configure_model()
 
