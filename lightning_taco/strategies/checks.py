@@ -7,9 +7,10 @@ raise the same error and none is left waiting in a collective.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,25 @@ def check_mesh_sizes(
         f"{world_size} (num_nodes={num_nodes} x devices={world_size // num_nodes}). Use {fix}, or change devices and "
         f"num_nodes so that their product is {data * tensor}."
     )
+
+
+def check_processes(
+    devices: Sequence[torch.device] | None,
+    data_parallel_size: int | str,
+    tensor_parallel_size: int | str,
+    num_nodes: int,
+) -> None:
+    """What a strategy can refuse before it starts a process: `check_accelerator` and `check_mesh_sizes`.
+
+    Args:
+        devices: those of one node, one for each process.
+        data_parallel_size: as for `check_mesh_sizes`.
+        tensor_parallel_size: as for `check_mesh_sizes`.
+        num_nodes: nodes of the run.
+    """
+    assert devices, "Lightning gives a strategy its devices before it asks for a launcher"
+    check_accelerator(devices[0].type)
+    check_mesh_sizes(data_parallel_size, tensor_parallel_size, num_nodes * len(devices), num_nodes=num_nodes)
 
 
 def check_accelerator(device_type: str) -> None:

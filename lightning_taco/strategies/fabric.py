@@ -95,14 +95,8 @@ class TacoTPStrategy(ModelParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # The first moment at which the number of processes is known, and before any is started.
-        assert self.parallel_devices is not None
-        checks.check_accelerator(self.parallel_devices[0].type)
-        checks.check_mesh_sizes(
-            self._data_parallel_size,
-            self._tensor_parallel_size,
-            self.num_nodes * self.num_processes,
-            num_nodes=self.num_nodes,
-        )
+        sizes = (self._data_parallel_size, self._tensor_parallel_size)
+        checks.check_processes(self.parallel_devices, *sizes, self.num_nodes)
         super()._configure_launcher()
 
     @override
