@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lightning_taco.fabric
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor import is_installed
-from lightning_taco.dtensor.session import any_in_scope
+from lightning_taco.dtensor.session import sessions_in_scope
 from lightning_taco.fabric import TacoTPStrategy
 from tests.models import EVERYTHING, TinyLm, local, loss_of, make_plan, make_tokens
 from tests.ranks import run_forked
@@ -156,7 +156,7 @@ def test_training_loop_compresses_forward_and_backward_only() -> None:
             assert strategy.session is strategy.compression.session is not None
             loss = loss_of(module, make_tokens())
             after_forward = messages(strategy)
-            is_exact, was_in_scope = is_loop_exact(strategy), any_in_scope()
+            is_exact, was_in_scope = is_loop_exact(strategy), bool(sessions_in_scope())
             between = messages(strategy)
             fabric.backward(loss)
             after_backward = messages(strategy)
@@ -238,7 +238,7 @@ def test_marked_forward_method_is_compressed() -> None:
             module = fabric.setup_module(Module())
             module.mark_forward_method("training_loss")
             fabric.backward(module.training_loss(make_tokens()))
-            return messages(strategy), any_in_scope()
+            return messages(strategy), bool(sessions_in_scope())
 
     assert run_forked(2, rank_of)[0] == (STEP, False)
 
@@ -473,13 +473,13 @@ def test_exception_leaves_the_scope_closed_and_training_can_go_on() -> None:
             model.error = Fails("in forward")
             with pytest.raises(Fails, match="in forward"):
                 module(make_tokens())
-            assert not any_in_scope()
+            assert not sessions_in_scope()
             assert is_loop_exact(strategy)
 
             model.error, model.fails_in_backward = None, True
             with pytest.raises(Fails, match="in backward"):
                 fabric.backward(loss_of(module, make_tokens()))
-            assert not any_in_scope()
+            assert not sessions_in_scope()
             assert is_loop_exact(strategy)
 
             model.fails_in_backward = False
@@ -487,12 +487,12 @@ def test_exception_leaves_the_scope_closed_and_training_can_go_on() -> None:
             strategy.compression.traffic.clear()
             train(fabric, module, optimizer, num_steps=1)
             assert messages(strategy) == STEP
-            assert not any_in_scope()
+            assert not sessions_in_scope()
 
             model.error = KeyboardInterrupt()  # torch runs no forward hook for it
             with pytest.raises(KeyboardInterrupt):
                 module(make_tokens())
-        assert not any_in_scope()
+        assert not sessions_in_scope()
         assert not is_installed()
 
     run_forked(2, rank_of)
@@ -575,7 +575,7 @@ def test_compiled_module_gives_the_same_loss_and_traffic() -> None:
                 losses = train(fabric, module, optimizer)
                 total = strategy.compression.traffic.total(outcome="compressed")
                 results.append((losses, total.num_messages, total.sent_bytes))
-                assert not any_in_scope()
+                assert not sessions_in_scope()
         return results
 
     eager, compiled = run_forked(2, rank_of)[0]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import is_installed
-from lightning_taco.dtensor.session import any_in_scope
+from lightning_taco.dtensor.session import sessions_in_scope
 from tests.models import (
     EVERYTHING,
     HIDDEN,
@@ -300,7 +300,7 @@ def test_8_everything_is_undone_and_a_second_run_in_the_process_works() -> None:
             with pytest.raises(ArithmeticError, match="on every rank"):
                 run(kind, direction, fails=True)
             assert not is_installed()
-            assert not any_in_scope()
+            assert not sessions_in_scope()
             assert all(new is old for new, old in zip(patched(), before, strict=True))
             assert torch.equal(run(kind, direction, fails=False), first)
 

@@ -272,8 +272,3 @@ def any_attached() -> bool:
 
 def _last_on(group: dist.ProcessGroup, sessions: list[CompressionSession]) -> CompressionSession | None:
     return next((session for session in reversed(sessions) if session.group == group), None)
-
-
-def any_in_scope() -> bool:
-    """Whether any session of this process is in scope."""
-    return bool(_IN_SCOPE)
