@@ -7,24 +7,41 @@ import torch
 from torch import Tensor
 
 from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half, gaussian_top
+from lightning_taco.codec.layout import alpha_bytes
 from lightning_taco.codec.reference import decode_reference, encode_reference, requantize_reference
-from lightning_taco.codec.rounding import pack, random_bits, unpack
-from lightning_taco.config import BITS_PER_CODE, CodecConfig
+from lightning_taco.codec.rounding import codes_to_values, gaussian_levels, pack, random_bits, round_to_codes, unpack
+from lightning_taco.config import BITS_PER_CODE, GAUSSIAN_ELEMENTS, SUB_BLOCK_SIZE, CodecConfig
 from tests.test_codec_reference import assert_same_bits
 
-INTEGERS = ("int8", "int6", "int5", "int4")
+INTEGERS = ("int8", "int6", "int5", "int4", "int3")
 SEED = 123456789012345
 # One quantisation of Gaussian values, block 128: 20 log10 of the relative L2 error, plain and rotated alike.
-GAUSS_DECIBELS = {"e4m3": -31.8, "e5m2": -25.8, "int8": -43.8, "int6": -31.5, "int5": -25.2, "int4": -18.6}
+GAUSS_DECIBELS = {
+    "e4m3": -31.8,
+    "e5m2": -25.8,
+    "int8": -43.8,
+    "int6": -31.5,
+    "int5": -25.2,
+    "int4": -18.6,
+    "int3": -11.3,
+}
+GAUSSIAN_LEVEL_DECIBELS = {"int6": -32.95, "int5": -26.9, "int4": -20.55, "int3": -13.35}
 
 
 def family(**fixed: object) -> list[CodecConfig]:
+    """Every element in both roundings, rotated and not; every other mode with the elements that it could trouble."""
+    modes: list[dict[str, object]] = [{"element": element} for element in CODE_MAX]
+    modes += [{"element": element, "rotation": False} for element in CODE_MAX]
+    modes += [{"element": element, "scale_mode": "dual"} for element in ("e4m3", "int8")]
+    modes += [{"element": element, "levels": "gaussian"} for element in GAUSSIAN_ELEMENTS]
+    if fixed["block_size"] != SUB_BLOCK_SIZE:
+        modes += [{"element": element, "scale_mode": "fine"} for element in ("e4m3", "int6")]
+        modes.append({"element": "int4", "scale_mode": "fine", "levels": "gaussian"})
     return [
-        CodecConfig(element=element, rounding=rounding, **mode, **fixed)  # type: ignore[arg-type]
-        for element in CODE_MAX
+        CodecConfig(rounding=rounding, **mode, **fixed)  # type: ignore[arg-type]
         for rounding in ("nearest", "stochastic")
-        for mode in ({}, {"rotation": False}, {"scale_mode": "dual"})
+        for mode in modes
     ]
 
 
@@ -32,9 +49,8 @@ def content(messages: Tensor, codec: CodecConfig, num_values: int) -> Tensor:
     """Planes and scales of each message, without the padding after either."""
     layout = MessageLayout.of(num_values, codec)
     planes_bytes = layout.num_blocks * codec.block_size * BITS_PER_CODE[codec.element] // 8
-    num_scales = 2 if codec.scale_mode == "dual" else 1
-    scales = messages[:, layout.scale_offset_bytes : layout.scale_offset_bytes + 4 * num_scales * layout.num_blocks]
-    return torch.cat([messages[:, :planes_bytes], scales], dim=1)
+    end = layout.alpha_offset_bytes + layout.num_blocks * alpha_bytes(codec)
+    return torch.cat([messages[:, :planes_bytes], messages[:, layout.scale_offset_bytes : end]], dim=1)
 
 
 def adversarial(num_values: int) -> Tensor:
@@ -59,7 +75,7 @@ def test_error_of_gaussian_values(element: str, rotation: bool) -> None:
         assert ((decoded - values).view(64, -1, 128).abs() <= step * (0.5 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4"])
+@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3"])
 @pytest.mark.parametrize("block_size", [32, 128, 512])
 def test_packing_is_exact_and_takes_its_bits(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
@@ -83,11 +99,13 @@ def test_a_byte_of_a_plane_holds_values_that_lie_half_a_quarter_and_an_eighth_ap
 
 
 @pytest.mark.interpreter
+# numpy, on which the interpreter runs, warns of the Inf and NaN that some inputs hold.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN) .*:RuntimeWarning")
 @pytest.mark.parametrize("codec", family(block_size=32) + family(block_size=128), ids=str)
 def test_kernels_equal_the_reference(codec: CodecConfig) -> None:
     from lightning_taco.codec import kernels
 
-    for num_values in (1, 31, 300):
+    for num_values in (31, 300):
         for values in (torch.randn(3, num_values), adversarial(num_values)):
             layout = MessageLayout.of(num_values, codec)
             expected = encode_reference(values, codec, seed=SEED)
@@ -103,7 +121,7 @@ def test_kernels_equal_the_reference(codec: CodecConfig) -> None:
             assert_same_bits(content(total, codec, num_values), content(truth, codec, num_values))
 
 
-@pytest.mark.parametrize("codec", family(), ids=str)
+@pytest.mark.parametrize("codec", family(block_size=128), ids=str)
 def test_non_finite_zero_and_extreme_blocks(codec: CodecConfig) -> None:
     values = torch.randn(1, 6 * 128)
     blocks = values.view(6, 128)
@@ -115,7 +133,7 @@ def test_non_finite_zero_and_extreme_blocks(codec: CodecConfig) -> None:
     assert decoded[3:].isfinite().all()
     for block in (3, 4):
         relative = (decoded[block] - blocks[block]).double().norm() / blocks[block].double().norm()
-        assert relative < 0.3
+        assert relative < (0.4 if codec.element == "int3" else 0.3)
 
 
 @pytest.mark.parametrize("element", CODE_MAX)
@@ -136,6 +154,85 @@ def test_stochastic_rounding_is_unbiased_and_never_leaves_the_range(element: str
     assert (mean_error.abs() <= 5 * spread / math.sqrt(2000) + 5 * step / 2000).all()
     largest = values.view(-1, 128).abs().amax(-1)
     assert (draws.view(2000, -1, 128).abs().amax(-1) <= largest * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("element", GAUSSIAN_ELEMENTS)
+def test_gaussian_levels_are_closer_and_never_clip(element: str) -> None:
+    codec = CodecConfig(element=element, levels="gaussian")  # type: ignore[arg-type]
+    values = torch.randn(64, 4096)
+    decoded = decode(encode(values, codec), codec, 4096, torch.float32)
+    decibels = 20 * math.log10(((decoded - values).norm() / values.norm()).item())
+    assert abs(decibels - GAUSSIAN_LEVEL_DECIBELS[element]) < 0.25
+    again = decode(encode(decoded, codec), codec, 4096, torch.float32)
+    torch.testing.assert_close(again, decoded, rtol=0, atol=1e-5)  # idempotent
+    torch.testing.assert_close(decode(encode(-values, codec), codec, 4096, torch.float32), -decoded, rtol=0, atol=0)
+    # A lone outlier and a constant block, whose rotations have one magnitude, come back whole.
+    special = torch.zeros(2, 128)
+    special[0, 5], special[1] = -3.0, 0.7
+    torch.testing.assert_close(decode(encode(special, codec), codec, 128, torch.float32), special, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("element", GAUSSIAN_ELEMENTS)
+def test_gaussian_codes_take_the_nearest_level_but_for_a_twentieth_of_a_step(element: str) -> None:
+    codec = CodecConfig(element=element, levels="gaussian")  # type: ignore[arg-type]
+    half = gaussian_half(BITS_PER_CODE[element])
+    levels = gaussian_levels(torch.arange(-half, half).float(), half)
+    assert torch.equal(levels[-1], torch.tensor(gaussian_top(BITS_PER_CODE[element])))
+    assert levels[0] == -half
+    values = torch.linspace(-half, gaussian_top(BITS_PER_CODE[element]), 100_001)
+    rounded = codes_to_values(round_to_codes(values.view(1, 1, -1), codec, 0), codec).view(-1)
+    distance = (values.unsqueeze(1) - levels).abs().min(dim=1).values
+    step = levels.diff().max()
+    assert ((rounded - values).abs() <= distance + 0.1 * step).all()
+    codes = round_to_codes(levels.view(1, 1, -1), codec, 0)
+    assert torch.equal(codes_to_values(codes, codec).view(-1), levels)
+
+
+@pytest.mark.parametrize("element", ["int3", "int5"])
+def test_stochastic_rounding_to_gaussian_levels_is_unbiased(element: str) -> None:
+    codec = CodecConfig(element=element, levels="gaussian", rounding="stochastic")  # type: ignore[arg-type]
+    half = gaussian_half(BITS_PER_CODE[element])
+    values = torch.linspace(-half, gaussian_top(BITS_PER_CODE[element]), 200)
+    rows = values.expand(4000, 1, -1).contiguous()
+    draws = codes_to_values(round_to_codes(rows, codec, 3), codec).double()
+    spread = draws.std(0)
+    step = gaussian_levels(torch.arange(-half, half).float(), half).diff().max()
+    assert ((draws.mean(0) - values.double()).abs() <= 5 * spread / math.sqrt(4000) + 5 * step / 4000).all()
+    assert ((draws - values.double()).abs() < step).all()
+
+
+@pytest.mark.parametrize("element", ["int8", "int4"])
+def test_fine_scales_keep_the_relative_error_of_small_sub_blocks(element: str) -> None:
+    values = torch.randn(64, 4096)
+    sizes = 10.0 ** torch.arange(0, -4, -1)
+    values = (values.view(64, -1, 4, 32) * sizes.view(1, 1, 4, 1)).view(64, 4096)
+    error = {}
+    for scale_mode in ("merged", "fine"):
+        codec = CodecConfig(element=element, scale_mode=scale_mode)  # type: ignore[arg-type]
+        decoded = decode(encode(values, codec), codec, 4096, torch.float32)
+        parts, truth = ((decoded - values).view(64, -1, 4, 32), values.view(64, -1, 4, 32))
+        error[scale_mode] = (parts.square().sum((0, 1, 3)) / truth.square().sum((0, 1, 3))).sqrt()
+    expected = 10 ** (GAUSS_DECIBELS[element] / 20)
+    assert (error["fine"] < 1.15 * expected).all()
+    assert error["merged"][3] > 100 * error["fine"][3]
+    assert error["fine"].max() / error["fine"].min() < 1.1
+
+
+def test_fine_scales_reach_from_the_smallest_to_the_largest_values() -> None:
+    codec = CodecConfig(element="int8", scale_mode="fine")
+    values = torch.randn(1, 5 * 128)
+    blocks = values.view(5, 128)
+    blocks[0] *= 1e-30
+    blocks[1] *= 1e36
+    blocks[2, :32] = 0
+    blocks[3, 32:] = 0
+    blocks[4] = 0
+    decoded = decode(encode(values, codec), codec, values.numel(), torch.float32).view(5, 128)
+    error = (decoded - blocks).double().norm(dim=1) / blocks.double().norm(dim=1).clamp(min=1e-40)
+    assert (error[:4] < 0.01).all()
+    assert torch.equal(decoded[4], blocks[4])
+    assert decoded[2, :32].abs().max() < 1e-6
+    assert decoded[3, 32:].abs().max() < 1e-6
 
 
 def test_stochastic_rounding_repeats_with_its_seed_and_differs_with_another() -> None:

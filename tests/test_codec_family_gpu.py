@@ -28,7 +28,7 @@ def test_bits_of_the_reference(codec: CodecConfig, dtype: torch.dtype) -> None:
         assert_same_bits(content(again, codec, num_values), content(truth, codec, num_values))
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4"])
+@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3"])
 @pytest.mark.parametrize("block_size", [32, 64, 256, 512])
 def test_packing_at_every_block_size(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
@@ -37,3 +37,14 @@ def test_packing_at_every_block_size(element: str, block_size: int) -> None:
     assert_same_bits(content(encode(values.cuda(), codec), codec, 5000), content(expected, codec, 5000))
     decoded = decode(expected.cuda(), codec, 5000, torch.float32)
     assert_same_bits(decoded, decode(expected, codec, 5000, torch.float32))
+
+
+@pytest.mark.parametrize("mode", [{"levels": "gaussian"}, {"scale_mode": "fine"}], ids=str)
+@pytest.mark.parametrize("block_size", [64, 256, 512])
+def test_levels_and_fine_scales_at_every_block_size(mode: dict[str, str], block_size: int) -> None:
+    codec = CodecConfig(element="int5", block_size=block_size, **mode)  # type: ignore[arg-type]
+    values = torch.randn(2, 5000)
+    expected = encode(values, codec)
+    assert_same_bits(content(encode(values.cuda(), codec), codec, 5000), content(expected, codec, 5000))
+    total = decode_sum(expected.cuda(), codec, 5000, torch.float32)
+    assert_same_bits(total, decode_sum(expected, codec, 5000, torch.float32))

@@ -32,6 +32,7 @@ from tests.test_codec_reference import (
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 kernels = pytest.importorskip("lightning_taco.codec.kernels")
+kernels_numbers = pytest.importorskip("lightning_taco.codec.kernels_numbers")
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -102,14 +103,14 @@ def round_kernel(
 ):
     offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     values = tl.load(values_ptr + offsets, mask=offsets < num_values, other=0.0)
-    codes = kernels._float_code(values, values, MANTISSA, BIAS, LARGEST, False)
+    codes = kernels_numbers._float_code(values, values, MANTISSA, BIAS, LARGEST, False)
     tl.store(codes_ptr + offsets, codes, mask=offsets < num_values)
 
 
 @triton.jit
 def value_kernel(codes_ptr, values_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr):
     offsets = tl.arange(0, SIZE)
-    tl.store(values_ptr + offsets, kernels._float_value(tl.load(codes_ptr + offsets), MANTISSA, BIAS))
+    tl.store(values_ptr + offsets, kernels_numbers._float_value(tl.load(codes_ptr + offsets), MANTISSA, BIAS))
 
 
 def rounding_cases() -> Tensor:

@@ -28,11 +28,12 @@ INT8 = CodecConfig(element="int8")
     [
         (
             {"element": "fp8"},
-            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4'.",
+            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', "
+            "'int3'.",
         ),
         (
             {"element": None},
-            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4'.",
+            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', 'int3'.",
         ),
         ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512."),
@@ -40,7 +41,7 @@ INT8 = CodecConfig(element="int8")
         ({"block_size": "128"}, "block_size='128' is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": 128.0}, "block_size=128.0 is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": True}, "block_size=True is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"scale_mode": "triple"}, "scale_mode='triple' is not supported; use one of 'merged', 'dual'."),
+        ({"scale_mode": "triple"}, "scale_mode='triple' is not supported; use one of 'merged', 'dual', 'fine'."),
         ({"rotation": 1}, "rotation=1 is not a boolean; use True or False."),
         ({"rotation": "no"}, "rotation='no' is not a boolean; use True or False."),
         (
@@ -136,6 +137,22 @@ def test_codec_says_what_it_is() -> None:
     assert str(CodecConfig(element="e4m3")) == "e4m3, block 128, Hadamard"
     assert str(CodecConfig(element="int8", block_size=32, rotation=False)) == "int8, block 32, no rotation"
     assert str(CodecConfig(scale_mode="dual")) == "auto, block 128, Hadamard, dual scale"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"levels": "nf4"}, "levels='nf4' is not supported; use one of 'uniform', 'gaussian'."),
+        ({"reshape": True}, "reshape=True is not supported; use one of 'natural', 'calibrated'."),
+        ({"element": "int8", "levels": "gaussian"}, "use one of 'int6', 'int5', 'int4', 'int3' with rotation=True"),
+        ({"element": "int4", "levels": "gaussian", "rotation": False}, "rotation=False were given"),
+        ({"scale_mode": "fine", "block_size": 32}, "block_size=32 were given"),
+        ({"scale_mode": "fine", "rotation": False}, "use rotation=True and a block_size of 64 or more"),
+    ],
+)
+def test_modes_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        CodecConfig(**fields)
 
 
 def test_recipes() -> None:
@@ -250,7 +267,8 @@ def test_resolving_what_a_user_passes() -> None:
         (
             {"backward": {"block_sise": 64}},
             ValueError,
-            "backward has no field 'block_sise'; it has 'element', 'block_size', 'scale_mode', 'rotation', 'rounding'.",
+            "backward has no field 'block_sise'; it has 'element', 'block_size', 'scale_mode', 'rotation', 'levels', "
+            "'rounding', 'reshape'.",
         ),
         (
             {"forward": {"block_size": 96}},

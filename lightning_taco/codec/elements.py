@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CODE_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
+CODE_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0, "int3": 3.0}
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,25 @@ FLOAT_FORMATS = {
     "e4m3": FloatFormat(mantissa_bits=3, exponent_bias=7, largest_code=0x7E),
     "e5m2": FloatFormat(mantissa_bits=2, exponent_bias=15, largest_code=0x7B),
 }
+
+# ``levels="gaussian"``: with h = 2^(bits-1), code c from -h to h - 1 stands for c (CENTRE + EDGE (c / h)^2), and codes
+# lie CENTRE apart at zero and nearly CENTRE + 3 EDGE at the ends. Close to the best places for Gaussian values over the
+# largest of 32 to 512 of them; every level is exact in fp32.
+GAUSSIAN_CENTRE, GAUSSIAN_EDGE = 11 / 16, 5 / 16
+# Its inverse, within 0.0015 of it: x (I0 + |x| (I1 + |x| (I2 + |x| I3))) for x from -1 to 1.
+GAUSSIAN_INVERSE = (1.499746, -0.437543, -0.269517, 0.207314)
+
+
+def gaussian_half(bits: int) -> int:
+    """Codes on either side of zero, the outermost of them on the negative side only."""
+    return 1 << (bits - 1)
+
+
+def gaussian_top(bits: int) -> float:
+    """The level of the largest positive code."""
+    half = gaussian_half(bits)
+    return (half - 1) * (GAUSSIAN_CENTRE + GAUSSIAN_EDGE * ((half - 1) / half) ** 2)
+
 
 # A 32-bit mixing function of good avalanche ("lowbias32"): shift, multiply, shift, multiply, shift.
 MIX_SHIFTS = (16, 15, 16)

@@ -1,12 +1,13 @@
 """The codec as fused Triton kernels: one launch to encode, one to decode, one to decode and sum, one to requantise.
 
-The only file of the codec that imports triton. Bit for bit the same as `codec.reference`: the same butterfly and sums
-in the same order, IEEE division and square root, and no contraction into fused multiply-adds
-(``enable_fp_fusion=False``). Launch configurations are fixed, so that a new shape costs no new tuning.
+With `codec.kernels_numbers` and `codec.kernels_planes` the only files of the codec that import triton. Bit for bit the
+same as `codec.reference`: the same butterfly and sums in the same order, IEEE division and square root, and no
+contraction into fused multiply-adds (``enable_fp_fusion=False``). Launch configurations are fixed, so that a new shape
+costs no new tuning.
 
-A program owns a tile of ``TILE`` blocks of one message. Example: 300 values, block 128, two messages: grid (1, 2);
-program (0, 1) reads values 300..599 as blocks [300..427], [428..555], [556..599 and zeros], and writes 3 * 128 codes
-and 3 scales to the second message.
+A program owns a tile of blocks of one message. Example: 300 values, block 128, two messages: grid (1, 2); program
+(0, 1) reads values 300..599 as blocks [300..427], [428..555], [556..599 and zeros], and writes 3 * 128 codes and
+3 scales to the second message.
 
 Offsets are 64-bit: a tensor may hold more than 2^31 values.
 """
@@ -23,10 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, MIX_FACTORS, MIX_SHIFTS
+from lightning_taco.codec.constants import KernelConstants
+from lightning_taco.codec.kernels_numbers import from_code, hadamard, pairwise_sum, random_bits, to_code
+from lightning_taco.codec.kernels_planes import load_codes, store_codes
 from lightning_taco.codec.layout import MessageLayout
-from lightning_taco.codec.reference import ALPHA_EPSILON, ALPHA_MAX, ALPHA_MIN, SMALLEST_AMAX
-from lightning_taco.config import BITS_PER_CODE, CodecConfig
+from lightning_taco.codec.reference import (
+    ALPHA_EPSILON,
+    ALPHA_MAX,
+    ALPHA_MIN,
+    FINE_HIGHEST,
+    FINE_LOWEST,
+    SMALLEST_AMAX,
+    SMALLEST_EXPONENT,
+)
+from lightning_taco.config import SUB_BLOCK_SIZE, CodecConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -36,402 +47,202 @@ _ALPHA_MIN = tl.constexpr(ALPHA_MIN)
 _ALPHA_MAX = tl.constexpr(ALPHA_MAX)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
-# Adding 1.5 * 2^23 rounds a small fp32 to an integer, ties to even, and leaves it in the low bits.
-_ROUND_MAGIC = tl.constexpr(12582912.0)
-_ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
-_MIX_SHIFT_0, _MIX_SHIFT_1, _MIX_SHIFT_2 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
-_MIX_FACTOR_0, _MIX_FACTOR_1 = (tl.constexpr(factor) for factor in MIX_FACTORS)
-_TWO_POW_MINUS_24 = tl.constexpr(2.0**-24)
+_FINE_LOWEST, _FINE_HIGHEST = tl.constexpr(FINE_LOWEST), tl.constexpr(FINE_HIGHEST)
+_SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
+_SUB_BLOCK = tl.constexpr(SUB_BLOCK_SIZE)
+_LOG2_SUB_BLOCK = tl.constexpr(SUB_BLOCK_SIZE.bit_length() - 1)
 
 
 @triton.jit
-def _hadamard(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
-    """[TILE, BLOCK] -> the same times the unnormalised Hadamard matrix.
-
-    Each stage adds and subtracts neighbours (bit 0 of the index), then rotates the bits of the index by one; after
-    LOG2_BLOCK stages every bit has had its turn, lowest first, and the order is the original one.
-    """
-    for _ in tl.static_range(LOG2_BLOCK):
-        left, right = tl.split(tl.reshape(values, (TILE, BLOCK // 2, 2)))
-        pairs = tl.join(left + right, left - right)
-        values = tl.reshape(tl.permute(pairs, (0, 2, 1)), (TILE, BLOCK))
-    return values
+def _num_blocks(num_values, C: tl.constexpr):
+    return (num_values.to(tl.int64) + (C.block_size - 1)) // C.block_size
 
 
 @triton.jit
-def _pairwise_sum(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
-    """[TILE, BLOCK] -> [TILE, 1], neighbours first."""
-    for stage in tl.static_range(LOG2_BLOCK):
-        left, right = tl.split(tl.reshape(values, (TILE, BLOCK >> (stage + 1), 2)))
-        values = left + right
-    return tl.reshape(values, (TILE, 1))
+def _aligned(num_bytes):
+    return (num_bytes + 15) // 16 * 16
 
 
 @triton.jit
-def _mix(bits):
-    bits = bits ^ (bits >> _MIX_SHIFT_0)
-    bits = bits * _MIX_FACTOR_0
-    bits = bits ^ (bits >> _MIX_SHIFT_1)
-    bits = bits * _MIX_FACTOR_1
-    return bits ^ (bits >> _MIX_SHIFT_2)
+def _scale_offset(num_blocks, C: tl.constexpr):
+    return _aligned(num_blocks * C.code_bytes)
 
 
 @triton.jit
-def _random_bits(index, seed_low, seed_high):
-    """32 random bits for each position, a function of position and seed only; index int64."""
-    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
-    return _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+def _alpha_offset(num_blocks, C: tl.constexpr):
+    return _scale_offset(num_blocks, C) + num_blocks * 4
 
 
 @triton.jit
-def _float_code(
-    quantized, noise, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
-):
-    """fp32 within the format's range -> bits of an 8-bit float by integer arithmetic: exact where the cast is not."""
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    bits = quantized.to(tl.int32, bitcast=True)
-    magnitude = bits & _ABS_MASK
-    if STOCHASTIC:
-        rounding = (noise & ((1 << DROPPED) - 1)).to(tl.int32)
-    else:
-        rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
-    normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
-    if STOCHASTIC:
-        steps = tl.floor(steps + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24)
-        subnormal = steps.to(tl.int32)
-    else:
-        subnormal = (steps + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
-    return (tl.minimum(code, LARGEST) | ((bits >> 24) & 0x80)).to(tl.uint8)
+def _message_bytes(num_blocks, C: tl.constexpr):
+    return _aligned(_alpha_offset(num_blocks, C) + num_blocks * C.alpha_bytes)
 
 
 @triton.jit
-def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Bits of an 8-bit float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
-    wide = code.to(tl.int32)
-    magnitude = wide & 0x7F
-    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
-    value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
-    # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
-    signed = value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)
-    return signed.to(tl.float32, bitcast=True)
+def _scale_pointers(message, blocks, num_blocks, C: tl.constexpr):
+    return (message + _scale_offset(num_blocks, C)).to(tl.pointer_type(tl.float32)) + blocks
 
 
 @triton.jit
-def _to_code(
-    quantized,
-    noise,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """fp32 -> one uint8 code a value, not packed; LARGEST is the largest integer, or the largest float's bits."""
-    if MANTISSA == 0:
-        if STOCHASTIC:
-            rounded = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
-            rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
-        else:
-            rounded = (quantized + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-        code = (rounded & ((1 << BITS) - 1)).to(tl.uint8)
-    elif NATIVE_FP8 and not STOCHASTIC:
-        if ELEMENT == "e4m3":
-            code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            code = quantized.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        code = _float_code(quantized, noise, MANTISSA, BIAS, LARGEST, STOCHASTIC)
-    return code
+def _alpha_pointers(message, blocks, num_blocks, C: tl.constexpr):
+    return (message + _alpha_offset(num_blocks, C)).to(tl.pointer_type(tl.float32)) + blocks
 
 
 @triton.jit
-def _from_code(
-    code,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    if MANTISSA == 0:
-        value = ((code.to(tl.int32) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))).to(tl.float32)
-    elif NATIVE_FP8:
-        if ELEMENT == "e4m3":
-            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            value = code.to(tl.float8e5, bitcast=True).to(tl.float32)
-    else:
-        value = _float_value(code, MANTISSA, BIAS)
-    return value
+def _factor_pointers(message, blocks, num_blocks, C: tl.constexpr):
+    """uint8 pointers [tile, sub-blocks]."""
+    PER_BLOCK: tl.constexpr = C.block_size // _SUB_BLOCK
+    offsets = blocks[:, None] * PER_BLOCK + tl.arange(0, PER_BLOCK)[None, :]
+    return message + _alpha_offset(num_blocks, C) + offsets
 
 
 @triton.jit
-def _fold(values, WIDTH: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr):
-    """[TILE, SIZE] -> [TILE, SIZE // 2]: the second half of each row above the first, WIDTH bits up."""
-    halves = tl.permute(tl.reshape(values, (TILE, 2, SIZE // 2)), (0, 2, 1))
-    first, second = tl.split(halves)
-    return first | (second << WIDTH)
-
-
-@triton.jit
-def _store_codes(
-    message, code, blocks, valid, high_offset_bytes, BITS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write one code a value, uint8 [TILE, BLOCK], packed to BITS bits (see `codec.layout`)."""
-    if BITS == 8:
-        tl.store(message + blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], code, mask=valid[:, None])
-    else:
-        low = _fold(code & 15, 4, TILE, BLOCK)
-        HALF: tl.constexpr = BLOCK // 2
-        tl.store(message + blocks[:, None] * HALF + tl.arange(0, HALF)[None, :], low, mask=valid[:, None])
-        if BITS > 4:
-            high = _fold(code >> 4, BITS - 4, TILE, BLOCK)
-            high = _fold(high, 2 * (BITS - 4), TILE, HALF)
-            if BITS == 5:
-                high = _fold(high, 4, TILE, HALF // 2)
-            PLANE: tl.constexpr = BLOCK * (BITS - 4) // 8
-            offsets = high_offset_bytes + blocks[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
-            tl.store(message + offsets, high, mask=valid[:, None])
-
-
-@triton.jit
-def _load_codes(message, blocks, valid, high_offset_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The codes of the tile, uint8 [TILE, BLOCK]; each byte of a plane is read by all values that it holds."""
-    value = tl.arange(0, BLOCK)[None, :]
-    if BITS == 8:
-        code = tl.load(message + blocks[:, None] * BLOCK + value, mask=valid[:, None], other=0)
-    else:
-        HALF: tl.constexpr = BLOCK // 2
-        low = tl.load(message + blocks[:, None] * HALF + value % HALF, mask=valid[:, None], other=0)
-        code = (low >> (4 * (value // HALF)).to(tl.uint8)) & 15
-        if BITS > 4:
-            PLANE: tl.constexpr = BLOCK * (BITS - 4) // 8
-            part = value // PLANE
-            # Folding puts the halves BITS - 4 bits apart, then the quarters, then (5 bits) the eighths.
-            shift = ((part & 1) << 2) | (part & 2) | (part >> 2 if BITS == 5 else 0)
-            offsets = high_offset_bytes + blocks[:, None] * PLANE + value % PLANE
-            high = tl.load(message + offsets, mask=valid[:, None], other=0)
-            high = (high >> shift.to(tl.uint8)) & ((1 << (BITS - 4)) - 1)
-            code = code | (high << 4)
-    return code
-
-
-@triton.jit
-def _alpha(mean_energy, CODE_MAX_: tl.constexpr):
-    alpha = tl.div_rn(tl.full(mean_energy.shape, CODE_MAX_, tl.float32), tl.sqrt_rn(mean_energy + _ALPHA_EPSILON))
+def _alpha(mean_energy, C: tl.constexpr):
+    alpha = tl.div_rn(tl.full(mean_energy.shape, C.code_max, tl.float32), tl.sqrt_rn(mean_energy + _ALPHA_EPSILON))
     return tl.minimum(tl.maximum(alpha, _ALPHA_MIN), _ALPHA_MAX)
 
 
 @triton.jit
+def _largest_bits(values):
+    """[tile, n] -> the largest magnitude of each row, as bits: they order like the floats, NaN and Inf above all."""
+    return tl.max(values.to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+
+
+@triton.jit
+def _equalize(values, C: tl.constexpr):
+    """[tile, block] -> with sub-blocks of one energy; bits of their factors [tile, sub-blocks]; exponents [tile]."""
+    PER_BLOCK: tl.constexpr = C.block_size // _SUB_BLOCK
+    exponent = tl.minimum(_largest_bits(values) >> 23, 253)
+    values = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    sub_blocks = tl.reshape(values, (C.tile * PER_BLOCK, _SUB_BLOCK))
+    energy = pairwise_sum(sub_blocks * sub_blocks, C.tile * PER_BLOCK, _SUB_BLOCK, _LOG2_SUB_BLOCK)
+    root = tl.sqrt_rn(energy * (1.0 / _SUB_BLOCK))
+    bits = (root.to(tl.int32, bitcast=True) & _ABS_MASK) >> 20
+    bits = tl.minimum(tl.maximum(bits, _FINE_LOWEST), _FINE_HIGHEST - 1)
+    factors = (bits << 20).to(tl.float32, bitcast=True)
+    sub_blocks = sub_blocks * tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)
+    values = tl.reshape(sub_blocks, (C.tile, C.block_size))
+    values = tl.where((exponent >= _SMALLEST_EXPONENT)[:, None], values, 0.0)
+    return values, tl.reshape(bits, (C.tile, PER_BLOCK)), exponent
+
+
+@triton.jit
+def _scale_and_inverse(values, amax, C: tl.constexpr):
+    """What multiplies the values [tile, block] to quantise, and back; `amax` is finite and not 0."""
+    if C.is_gaussian:
+        positive = tl.maximum(tl.max(values, axis=1), 0.0)
+        negative = tl.maximum(tl.max(-values, axis=1), 0.0)
+        smaller = tl.minimum(positive, negative)
+        half = tl.full([C.tile], C.gaussian_half, tl.float32)
+        top = tl.full([C.tile], C.gaussian_top, tl.float32)
+        sign = tl.where(positive > negative, -1.0, 1.0)
+        other_scale = tl.where(smaller > 0, tl.div_rn(top, tl.where(smaller > 0, smaller, 1.0)), float("inf"))
+        scale = tl.minimum(tl.div_rn(half, amax), other_scale) * sign
+        scale_inv = tl.maximum(tl.div_rn(amax, half), tl.div_rn(smaller, top)) * sign
+    else:
+        code_max = tl.full([C.tile], C.code_max, tl.float32)
+        scale = tl.div_rn(code_max, amax)
+        scale_inv = tl.div_rn(amax, code_max)
+    return scale, scale_inv
+
+
+@triton.jit
 def _store_message(
-    values,  # fp32 [TILE, BLOCK], already in the domain that is quantised
-    alpha,  # fp32 [TILE, 1]
+    values,  # fp32 [tile, block], already in the domain that is quantised
+    alpha,  # fp32 [tile, 1]; dual mode only
+    power,  # fp32 [tile]: what the scale is multiplied by; fine mode only
     message,  # uint8 pointer to the start of the message
-    blocks,  # int64 [TILE]
+    blocks,  # int64 [tile]
     first_block,  # blocks in the rows before this one, for the random numbers
     num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
     seed_low,
     seed_high,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    CODE_MAX_: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    # The largest magnitude as bits: integers order like the floats, and NaN and Inf come out above every finite one.
-    amax_bits = tl.max(values.to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+    amax_bits = _largest_bits(values)
     finite = amax_bits < _INF_BITS
     amax = amax_bits.to(tl.float32, bitcast=True)
     usable = finite & (amax >= _SMALLEST_AMAX)
-    code_max = tl.full([TILE], CODE_MAX_, tl.float32)
-    safe_amax = tl.where(usable, amax, 1.0)
-    scale = tl.div_rn(code_max, safe_amax)
-    scale_inv = tl.where(usable, tl.div_rn(safe_amax, code_max), 0.0)
-    scale_inv = tl.where(finite, scale_inv, float("nan"))
+    scale, scale_inv = _scale_and_inverse(values, tl.where(usable, amax, 1.0), C)
+    scale_inv = tl.where(finite, tl.where(usable, scale_inv, 0.0), float("nan"))
     quantized = tl.where(usable[:, None], values * scale[:, None], 0.0)
     valid = blocks < num_blocks
-    noise = tl.zeros([TILE, BLOCK], tl.uint32)
-    if STOCHASTIC:
-        index = (first_block + blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        noise = _random_bits(index, seed_low, seed_high)
-    code = _to_code(quantized, noise, ELEMENT, BITS, MANTISSA, BIAS, LARGEST, NATIVE_FP8, STOCHASTIC)
-    _store_codes(message, code, blocks, valid, high_offset_bytes, BITS, TILE, BLOCK)
-    scales = (message + scale_offset_bytes).to(tl.pointer_type(tl.float32))
-    tl.store(scales + blocks, scale_inv, mask=valid)
-    if DUAL:
-        alphas = (message + alpha_offset_bytes).to(tl.pointer_type(tl.float32))
-        flat_alpha = tl.where(finite, tl.reshape(alpha, (TILE,)), 1.0)
-        tl.store(alphas + blocks, flat_alpha, mask=valid)
+    noise = tl.full([C.tile, C.block_size], 0, tl.uint32)
+    if C.is_stochastic:
+        index = (first_block + blocks)[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
+        noise = random_bits(index, seed_low, seed_high)
+    store_codes(message, to_code(quantized, noise, C), blocks, valid, num_blocks, C)
+    if C.is_fine:
+        scale_inv = scale_inv * power
+    tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
+    if C.is_dual:
+        flat_alpha = tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)
+        tl.store(_alpha_pointers(message, blocks, num_blocks, C), flat_alpha, mask=valid)
 
 
 @triton.jit
-def _load_rotated(
-    message,
-    blocks,
-    num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The tile's codes times scale_inv, fp32 [TILE, BLOCK], still rotated."""
+def _store_fine_message(values, message, blocks, first_block, num_blocks, seed_low, seed_high, C: tl.constexpr):
+    """Equalise and rotate the values [tile, block] as they are to be sent, and store them."""
+    equalized, factor_bits, exponent = _equalize(values, C)
+    rotated = hadamard(equalized * (1.0 / C.block_size), C.tile, C.block_size, C.log2_block_size)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    _store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
+    pointers = _factor_pointers(message, blocks, num_blocks, C)
+    tl.store(pointers, (factor_bits - _FINE_LOWEST).to(tl.uint8), mask=(blocks < num_blocks)[:, None])
+
+
+@triton.jit
+def _load(message, blocks, num_blocks, C: tl.constexpr):
+    """The tile's values, fp32 [tile, block], as they may be added: still rotated, or at their place in fine mode."""
     valid = blocks < num_blocks
-    codes = _load_codes(message, blocks, valid, high_offset_bytes, BITS, BLOCK)
-    scales = (message + scale_offset_bytes).to(tl.pointer_type(tl.float32))
-    scale_inv = tl.load(scales + blocks, mask=valid, other=0.0)
-    if DUAL:
-        alphas = (message + alpha_offset_bytes).to(tl.pointer_type(tl.float32))
-        scale_inv = tl.div_rn(scale_inv, tl.load(alphas + blocks, mask=valid, other=1.0))
-    return _from_code(codes, ELEMENT, BITS, MANTISSA, BIAS, NATIVE_FP8) * scale_inv[:, None]
+    codes = load_codes(message, blocks, valid, num_blocks, C)
+    scale_inv = tl.load(_scale_pointers(message, blocks, num_blocks, C), mask=valid, other=0.0)
+    if C.is_dual:
+        alpha = tl.load(_alpha_pointers(message, blocks, num_blocks, C), mask=valid, other=1.0)
+        scale_inv = tl.div_rn(scale_inv, alpha)
+    values = from_code(codes, C) * scale_inv[:, None]
+    if C.is_fine:
+        pointers = _factor_pointers(message, blocks, num_blocks, C)
+        bits = tl.load(pointers, mask=valid[:, None], other=0).to(tl.int32) + _FINE_LOWEST
+        factors = tl.reshape((bits << 20).to(tl.float32, bitcast=True), (C.tile * (C.block_size // _SUB_BLOCK), 1))
+        values = hadamard(values, C.tile, C.block_size, C.log2_block_size)
+        sub_blocks = tl.reshape(values, (C.tile * (C.block_size // _SUB_BLOCK), _SUB_BLOCK))
+        values = tl.reshape(sub_blocks * factors, (C.tile, C.block_size))
+    return values
 
 
 @triton.jit
-def _sum_rotated(
-    messages,
-    message_bytes,
-    blocks,
-    num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
-    factor,
-    NUM_SOURCES: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    total = _load_rotated(
-        messages,
-        blocks,
-        num_blocks,
-        high_offset_bytes,
-        scale_offset_bytes,
-        alpha_offset_bytes,
-        ELEMENT,
-        BITS,
-        MANTISSA,
-        BIAS,
-        LARGEST,
-        NATIVE_FP8,
-        STOCHASTIC,
-        DUAL,
-        BLOCK,
-    )
+def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
+    total = _load(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
-        messages += message_bytes
-        total += _load_rotated(
-            messages,
-            blocks,
-            num_blocks,
-            high_offset_bytes,
-            scale_offset_bytes,
-            alpha_offset_bytes,
-            ELEMENT,
-            BITS,
-            MANTISSA,
-            BIAS,
-            LARGEST,
-            NATIVE_FP8,
-            STOCHASTIC,
-            DUAL,
-            BLOCK,
-        )
+        messages += _message_bytes(num_blocks, C)
+        total += _load(messages, blocks, num_blocks, C)
     if AVERAGE:
         total = total * factor
     return total
 
 
 @triton.jit
-def encode_kernel(
-    values_ptr,
-    messages_ptr,
-    num_values,
-    row_stride,
-    message_bytes,
-    num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
-    seed_low,
-    seed_high,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    ROTATE: tl.constexpr,
-    CODE_MAX_: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOG2_BLOCK: tl.constexpr,
-):
-    """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): blocks i*TILE.. of row r."""
+def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, seed_high, C: tl.constexpr):
+    """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): tile i of row r."""
     row = tl.program_id(1).to(tl.int64)
-    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    num_blocks = _num_blocks(num_values, C)
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
     values = tl.load(values_ptr + row * row_stride + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
-    alpha = tl.full([TILE, 1], 1.0, tl.float32)
-    if DUAL:
-        alpha = _alpha(_pairwise_sum(values * values, TILE, BLOCK, LOG2_BLOCK) * (1.0 / BLOCK), CODE_MAX_)
-        values = values * alpha
-    if ROTATE:
-        values = _hadamard(values * (1.0 / BLOCK), TILE, BLOCK, LOG2_BLOCK)
-    _store_message(
-        values,
-        alpha,
-        messages_ptr + row * message_bytes,
-        blocks,
-        row * num_blocks,
-        num_blocks,
-        high_offset_bytes,
-        scale_offset_bytes,
-        alpha_offset_bytes,
-        seed_low,
-        seed_high,
-        ELEMENT,
-        BITS,
-        MANTISSA,
-        BIAS,
-        LARGEST,
-        NATIVE_FP8,
-        STOCHASTIC,
-        DUAL,
-        CODE_MAX_,
-        TILE,
-        BLOCK,
-    )
+    message = messages_ptr + row * _message_bytes(num_blocks, C)
+    if C.is_fine:
+        _store_fine_message(values, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+    else:
+        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+        if C.is_dual:
+            energy = pairwise_sum(values * values, C.tile, C.block_size, C.log2_block_size)
+            alpha = _alpha(energy * (1.0 / C.block_size), C)
+            values = values * alpha
+        if C.is_rotated:
+            values = hadamard(values * (1.0 / C.block_size), C.tile, C.block_size, C.log2_block_size)
+        _store_message(values, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
 
 
 @triton.jit
@@ -440,54 +251,20 @@ def decode_kernel(
     values_ptr,
     num_values,
     row_stride,
-    message_bytes,
-    num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
     factor,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    ROTATE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOG2_BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Row r of messages (the sum of NUM_SOURCES consecutive ones) -> row r of values [R, num_values]."""
     row = tl.program_id(1).to(tl.int64)
-    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = _sum_rotated(
-        messages_ptr + row * NUM_SOURCES * message_bytes,
-        message_bytes,
-        blocks,
-        num_blocks,
-        high_offset_bytes,
-        scale_offset_bytes,
-        alpha_offset_bytes,
-        factor,
-        NUM_SOURCES,
-        AVERAGE,
-        ELEMENT,
-        BITS,
-        MANTISSA,
-        BIAS,
-        LARGEST,
-        NATIVE_FP8,
-        STOCHASTIC,
-        DUAL,
-        BLOCK,
-    )
-    if ROTATE:
-        total = _hadamard(total, TILE, BLOCK, LOG2_BLOCK)
-    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    num_blocks = _num_blocks(num_values, C)
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    messages = messages_ptr + row * NUM_SOURCES * _message_bytes(num_blocks, C)
+    total = _sum(messages, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    if C.is_rotated and not C.is_fine:
+        total = hadamard(total, C.tile, C.block_size, C.log2_block_size)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
     out = values_ptr + row * row_stride + offsets
     tl.store(out, total.to(values_ptr.dtype.element_ty), mask=offsets < num_values)
 
@@ -496,100 +273,41 @@ def decode_kernel(
 def requantize_kernel(
     messages_ptr,
     message_ptr,
-    message_bytes,
-    num_blocks,
-    high_offset_bytes,
-    scale_offset_bytes,
-    alpha_offset_bytes,
+    num_values,
     factor,
     seed_low,
     seed_high,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    DUAL: tl.constexpr,
-    CODE_MAX_: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOG2_BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """NUM_SOURCES messages -> the message of their sum; the values stay rotated throughout."""
-    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = _sum_rotated(
-        messages_ptr,
-        message_bytes,
-        blocks,
-        num_blocks,
-        high_offset_bytes,
-        scale_offset_bytes,
-        alpha_offset_bytes,
-        factor,
-        NUM_SOURCES,
-        AVERAGE,
-        ELEMENT,
-        BITS,
-        MANTISSA,
-        BIAS,
-        LARGEST,
-        NATIVE_FP8,
-        STOCHASTIC,
-        DUAL,
-        BLOCK,
-    )
-    alpha = tl.full([TILE, 1], 1.0, tl.float32)
-    if DUAL:
-        alpha = _alpha(_pairwise_sum(total * total, TILE, BLOCK, LOG2_BLOCK), CODE_MAX_)
-        total = total * alpha
-    _store_message(
-        total,
-        alpha,
-        message_ptr,
-        blocks,
-        0,
-        num_blocks,
-        high_offset_bytes,
-        scale_offset_bytes,
-        alpha_offset_bytes,
-        seed_low,
-        seed_high,
-        ELEMENT,
-        BITS,
-        MANTISSA,
-        BIAS,
-        LARGEST,
-        NATIVE_FP8,
-        STOCHASTIC,
-        DUAL,
-        CODE_MAX_,
-        TILE,
-        BLOCK,
-    )
-
-
-VALUES_PER_PROGRAM = 4096
+    """NUM_SOURCES messages -> the message of their sum; the values stay rotated throughout, but for fine scales."""
+    num_blocks = _num_blocks(num_values, C)
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    total = _sum(messages_ptr, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    if C.is_fine:
+        _store_fine_message(total, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+    else:
+        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+        if C.is_dual:
+            alpha = _alpha(pairwise_sum(total * total, C.tile, C.block_size, C.log2_block_size), C)
+            total = total * alpha
+        _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
 
 
 def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed: int = 0) -> Tensor:
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
-    layout = MessageLayout.of(values.shape[1], codec)
-    if layout.num_blocks and values.shape[0]:
+    num_rows, num_values = values.shape
+    if num_values and num_rows:
         with _on_device(values):
-            encode_kernel[_grid(layout, codec, values.shape[0])](
+            encode_kernel[_grid(num_values, codec, num_rows)](
                 values,
                 messages,
-                values.shape[1],
+                num_values,
                 values.stride(0),
-                *_offsets(layout),
                 *_seed_halves(seed),
-                ROTATE=codec.rotation,
-                CODE_MAX_=CODE_MAX[codec.element],
-                **_options(codec, values.device),
+                C=_constants(codec, values.device),
+                **LAUNCH_OPTIONS,
             )
     return messages
 
@@ -598,20 +316,19 @@ def decode_triton(
     messages: Tensor, codec: CodecConfig, values: Tensor, *, num_sources: int = 1, average: bool = False
 ) -> Tensor:
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
-    layout = MessageLayout.of(values.shape[1], codec)
-    if layout.num_blocks and values.shape[0]:
+    num_rows, num_values = values.shape
+    if num_values and num_rows:
         with _on_device(values):
-            decode_kernel[_grid(layout, codec, values.shape[0])](
+            decode_kernel[_grid(num_values, codec, num_rows)](
                 messages,
                 values,
-                values.shape[1],
+                num_values,
                 values.stride(0),
-                *_offsets(layout),
                 1.0 / num_sources,
                 NUM_SOURCES=num_sources,
                 AVERAGE=average,
-                ROTATE=codec.rotation,
-                **_options(codec, values.device),
+                C=_constants(codec, values.device),
+                **LAUNCH_OPTIONS,
             )
     return values
 
@@ -620,21 +337,23 @@ def requantize_triton(
     messages: Tensor, codec: CodecConfig, num_values: int, message: Tensor, *, average: bool = False, seed: int = 0
 ) -> Tensor:
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
-    layout = MessageLayout.of(num_values, codec)
-    if layout.num_blocks:
+    if num_values:
         with _on_device(messages):
-            requantize_kernel[_grid(layout, codec, 1)](
+            requantize_kernel[_grid(num_values, codec, 1)](
                 messages,
                 message,
-                *_offsets(layout),
+                num_values,
                 1.0 / messages.shape[0],
                 *_seed_halves(seed),
                 NUM_SOURCES=messages.shape[0],
                 AVERAGE=average,
-                CODE_MAX_=CODE_MAX[codec.element],
-                **_options(codec, messages.device),
+                C=_constants(codec, messages.device),
+                **LAUNCH_OPTIONS,
             )
     return message
+
+
+LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -644,39 +363,15 @@ def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def _grid(layout: MessageLayout, codec: CodecConfig, num_rows: int) -> tuple[int, int]:
-    return triton.cdiv(layout.num_blocks, VALUES_PER_PROGRAM // codec.block_size), num_rows
-
-
-def _offsets(layout: MessageLayout) -> tuple[int, int, int, int, int]:
-    return (
-        layout.message_bytes,
-        layout.num_blocks,
-        layout.high_plane_offset_bytes,
-        layout.scale_offset_bytes,
-        layout.alpha_offset_bytes,
-    )
+def _grid(num_values: int, codec: CodecConfig, num_rows: int) -> tuple[int, int]:
+    num_blocks = MessageLayout.of(num_values, codec).num_blocks
+    return triton.cdiv(num_blocks, KernelConstants.of(codec, False).tile), num_rows
 
 
 def _seed_halves(seed: int) -> tuple[int, int]:
     return seed & 0x7FFFFFFF, seed >> 31
 
 
-def _options(codec: CodecConfig, device: torch.device) -> dict[str, Any]:
+def _constants(codec: CodecConfig, device: torch.device) -> KernelConstants:
     native_fp8 = device.type == "cuda" and _compat.supports_fp8(device) and not INTERPRETED
-    form = FLOAT_FORMATS.get(codec.element)
-    return {
-        "ELEMENT": codec.element,
-        "BITS": BITS_PER_CODE[codec.element],
-        "MANTISSA": form.mantissa_bits if form else 0,
-        "BIAS": form.exponent_bias if form else 0,
-        "LARGEST": form.largest_code if form else int(CODE_MAX[codec.element]),
-        "NATIVE_FP8": native_fp8,
-        "STOCHASTIC": codec.rounding == "stochastic",
-        "DUAL": codec.scale_mode == "dual",
-        "TILE": VALUES_PER_PROGRAM // codec.block_size,
-        "BLOCK": codec.block_size,
-        "LOG2_BLOCK": codec.block_size.bit_length() - 1,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
+    return KernelConstants.of(codec, native_fp8)

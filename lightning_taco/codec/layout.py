@@ -1,8 +1,11 @@
-"""Byte layout of a message: ``[codes, padded to 16 bytes][scale_inv][alpha, dual mode only]``, padded to 16 bytes.
+"""Byte layout of a message: ``[codes, padded to 16 bytes][scale_inv][alpha]``, padded to 16 bytes.
 
-Codes of fewer than 8 bits are packed in two planes: the low 4 bits of all blocks, two values a byte, then the high bits
-(2 for int6, 1 for int5), four or eight values a byte. A byte holds values that lie half a block, a quarter, an eighth
-apart (value i with value i + block/2), so that packing folds halves and nothing crosses neighbours.
+`alpha` is one fp32 a block in dual mode, one byte for each 32 values in fine mode, and missing in merged mode.
+
+Codes of fewer than 8 bits are packed in two planes: the low bits of all blocks (4 bits a value; 2 for int3), then the
+high bits (2 for int6, 1 for int5 and int3, none for int4), as many values a byte as fit. A byte holds values that lie
+half a block, a quarter, an eighth apart (value i with value i + block/2), so that packing folds halves and nothing
+crosses neighbours.
 
 Codes and scales share one buffer, so that one exchange carries both; every row of a batch of messages starts at a
 multiple of 16 bytes, so that 16-byte vector access holds.
@@ -13,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_taco.config import BITS_PER_CODE, CodecConfig
+from lightning_taco.config import BITS_PER_CODE, SUB_BLOCK_SIZE, CodecConfig
 
 ALIGNMENT_BYTES = 16
 SCALE_BYTES = 4
@@ -31,7 +34,6 @@ class MessageLayout:
 
     num_values: int
     num_blocks: int
-    high_plane_offset_bytes: int
     scale_offset_bytes: int
     alpha_offset_bytes: int
     message_bytes: int
@@ -43,15 +45,24 @@ class MessageLayout:
         num_blocks = -(-num_values // codec.block_size)
         codes_bytes = _aligned(num_blocks * codec.block_size * BITS_PER_CODE[codec.element] // 8)
         alpha_offset_bytes = codes_bytes + num_blocks * SCALE_BYTES
-        num_scales = 2 if codec.scale_mode == "dual" else 1
         return MessageLayout(
             num_values=num_values,
             num_blocks=num_blocks,
-            high_plane_offset_bytes=num_blocks * codec.block_size // 2,
             scale_offset_bytes=codes_bytes,
             alpha_offset_bytes=alpha_offset_bytes,
-            message_bytes=_aligned(codes_bytes + num_scales * num_blocks * SCALE_BYTES),
+            message_bytes=_aligned(alpha_offset_bytes + num_blocks * alpha_bytes(codec)),
         )
+
+
+def low_bits(element: str) -> int:
+    """Bits of a code in the low plane; all of an 8-bit one, which has no other plane."""
+    bits = BITS_PER_CODE[element]
+    return bits if bits == 8 else 4 if bits >= 4 else 2
+
+
+def alpha_bytes(codec: CodecConfig) -> int:
+    """Bytes that one block has behind its scale."""
+    return {"merged": 0, "dual": SCALE_BYTES, "fine": codec.block_size // SUB_BLOCK_SIZE}[codec.scale_mode]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, MIX_FACTORS, MIX_SHIFTS, FloatFormat
+from lightning_taco.codec.elements import (
+    CODE_MAX,
+    FLOAT_FORMATS,
+    GAUSSIAN_CENTRE,
+    GAUSSIAN_EDGE,
+    GAUSSIAN_INVERSE,
+    MIX_FACTORS,
+    MIX_SHIFTS,
+    FloatFormat,
+    gaussian_half,
+)
+from lightning_taco.codec.layout import low_bits
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 FLOAT_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -20,10 +31,12 @@ def round_to_codes(quantized: Tensor, codec: CodecConfig, seed: int) -> Tensor:
             return quantized.to(FLOAT_DTYPES[codec.element]).view(torch.uint8)
         return _stochastic_float_codes(quantized, noise, FLOAT_FORMATS[codec.element])
     code_max = CODE_MAX[codec.element]
-    if noise is None:
+    uniform = None if noise is None else (noise >> 8).float() * 2.0**-24
+    if codec.levels == "gaussian":
+        rounded = _gaussian_codes(quantized, uniform, gaussian_half(BITS_PER_CODE[codec.element]))
+    elif uniform is None:
         rounded = quantized.round()
     else:
-        uniform = (noise >> 8).float() * 2.0**-24
         rounded = (quantized + uniform).floor().clamp(-code_max, code_max)
     return (rounded.to(torch.int32) & ((1 << BITS_PER_CODE[codec.element]) - 1)).to(torch.uint8)
 
@@ -33,38 +46,62 @@ def codes_to_values(codes: Tensor, codec: CodecConfig) -> Tensor:
     if codec.element in FLOAT_DTYPES:
         return codes.view(FLOAT_DTYPES[codec.element]).float()
     sign_bit = 1 << (BITS_PER_CODE[codec.element] - 1)
-    return ((codes.to(torch.int32) ^ sign_bit) - sign_bit).float()
+    integers = ((codes.to(torch.int32) ^ sign_bit) - sign_bit).float()
+    return gaussian_levels(integers, sign_bit) if codec.levels == "gaussian" else integers
+
+
+def gaussian_levels(codes: Tensor, half: int) -> Tensor:
+    """Integer codes from -half to half, as fp32 -> their levels, exactly."""
+    return codes * (codes * codes * (GAUSSIAN_EDGE / half**2) + GAUSSIAN_CENTRE)
+
+
+def _gaussian_codes(quantized: Tensor, uniform: Tensor | None, half: int) -> Tensor:
+    """fp32 from -half to half -> the code whose level is near it (up to 0.05 of a step off), as fp32."""
+    place = quantized.abs() * (1.0 / half)
+    first, second, third, fourth = GAUSSIAN_INVERSE
+    position = quantized * (first + place * (second + place * (third + place * fourth)))
+    if uniform is None:
+        return position.round().clamp(-half, half - 1)
+    below = position.floor()
+    below = below - (gaussian_levels(below, half) > quantized).float()
+    below = below + (gaussian_levels(below + 1.0, half) <= quantized).float()
+    below = below.clamp(-half, half - 2)
+    level = gaussian_levels(below, half)
+    step = gaussian_levels(below + 1.0, half) - level
+    return below + (uniform * step < quantized - level).float()
 
 
 def pack(codes: Tensor, codec: CodecConfig) -> Tensor:
     """``uint8 [R, num_blocks, block]`` -> the bytes of the planes, ``uint8 [R, bytes]``."""
-    bits = BITS_PER_CODE[codec.element]
-    if bits == 8:
-        return codes.flatten(1)
-    low = _fold(codes & 15, 4)
-    if bits == 4:
-        return low.flatten(1)
-    high = codes >> 4
-    width = bits - 4
-    while width < 8:
-        high, width = _fold(high, width), 2 * width
-    return torch.cat([low.flatten(1), high.flatten(1)], dim=1)
+    bits, low = BITS_PER_CODE[codec.element], low_bits(codec.element)
+    planes = [_pack_plane(codes & ((1 << low) - 1), low).flatten(1)]
+    if bits > low:
+        planes.append(_pack_plane(codes >> low, bits - low).flatten(1))
+    return torch.cat(planes, dim=1)
 
 
 def unpack(planes: Tensor, codec: CodecConfig, num_blocks: int) -> Tensor:
     """The inverse of `pack`."""
-    bits, block_size = BITS_PER_CODE[codec.element], codec.block_size
-    if bits == 8:
-        return planes.view(planes.shape[0], num_blocks, block_size)
-    low_bytes = num_blocks * block_size // 2
-    codes = _unfold(planes[:, :low_bytes].reshape(planes.shape[0], num_blocks, block_size // 2), 4)
-    if bits > 4:
-        high = planes[:, low_bytes:].reshape(planes.shape[0], num_blocks, block_size * (bits - 4) // 8)
-        width = 4
-        while width >= bits - 4:
-            high, width = _unfold(high, width), width // 2
-        codes = codes | (high << 4)
+    bits, low = BITS_PER_CODE[codec.element], low_bits(codec.element)
+    low_bytes = num_blocks * codec.block_size * low // 8
+    codes = _unpack_plane(planes[:, :low_bytes].unflatten(1, (num_blocks, codec.block_size * low // 8)), low)
+    if bits > low:
+        high = planes[:, low_bytes:].unflatten(1, (num_blocks, codec.block_size * (bits - low) // 8))
+        codes = codes | (_unpack_plane(high, bits - low) << low)
     return codes
+
+
+def _pack_plane(values: Tensor, width: int) -> Tensor:
+    while width < 8:
+        values, width = _fold(values, width), 2 * width
+    return values
+
+
+def _unpack_plane(values: Tensor, width: int) -> Tensor:
+    step = 4
+    while step >= width:
+        values, step = _unfold(values, step), step // 2
+    return values
 
 
 def random_bits(shape: torch.Size, seed: int, device: torch.device) -> Tensor:

@@ -1,0 +1,79 @@
+"""What a codec's kernels are compiled for, as one hashable value: a kernel takes it as its only codec argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half, gaussian_top
+from lightning_taco.codec.layout import alpha_bytes, low_bits
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
+
+VALUES_PER_PROGRAM = 4096
+
+
+@dataclass(frozen=True, repr=False)
+class KernelConstants:
+    """Constants of one codec on one kind of device."""
+
+    element: str
+    bits: int
+    low_bits: int
+    """Bits of a code in the low plane."""
+    mantissa: int
+    """Bits of an 8-bit float's mantissa; 0 for an integer."""
+    bias: int
+    largest: int
+    """The largest integer, or the bits of the largest float."""
+    code_max: float
+    is_gaussian: bool
+    gaussian_half: float
+    gaussian_top: float
+    is_native_fp8: bool
+    """Whether the device's own conversions to and from FP8 are used."""
+    is_stochastic: bool
+    is_rotated: bool
+    is_dual: bool
+    is_fine: bool
+    code_bytes: int
+    """Bytes of a block's codes, in all planes."""
+    low_plane_bytes: int
+    alpha_bytes: int
+    """Bytes that a block has behind its scale."""
+    block_size: int
+    log2_block_size: int
+    tile: int
+    """Blocks of one program."""
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(codec: CodecConfig, is_native_fp8: bool) -> KernelConstants:
+        """The constants of `codec`, whose element is resolved."""
+        bits, form = BITS_PER_CODE[codec.element], FLOAT_FORMATS.get(codec.element)
+        return KernelConstants(
+            element=codec.element,
+            bits=bits,
+            low_bits=low_bits(codec.element),
+            mantissa=form.mantissa_bits if form else 0,
+            bias=form.exponent_bias if form else 0,
+            largest=form.largest_code if form else int(CODE_MAX[codec.element]),
+            code_max=CODE_MAX[codec.element],
+            is_gaussian=codec.levels == "gaussian",
+            gaussian_half=float(gaussian_half(bits)),
+            gaussian_top=gaussian_top(bits),
+            is_native_fp8=is_native_fp8,
+            is_stochastic=codec.rounding == "stochastic",
+            is_rotated=codec.rotation,
+            is_dual=codec.scale_mode == "dual",
+            is_fine=codec.scale_mode == "fine",
+            code_bytes=codec.block_size * bits // 8,
+            low_plane_bytes=codec.block_size * low_bits(codec.element) // 8,
+            alpha_bytes=alpha_bytes(codec),
+            block_size=codec.block_size,
+            log2_block_size=codec.block_size.bit_length() - 1,
+            tile=VALUES_PER_PROGRAM // codec.block_size,
+        )
+
+    def __repr__(self) -> str:
+        """All fields, in letters that a symbol of a compiled kernel may have."""
+        return "_".join(str(value).replace(".", "p") for value in vars(self).values())

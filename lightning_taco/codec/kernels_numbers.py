@@ -1,0 +1,173 @@
+"""What the codec's kernels do to numbers: the rotation, random bits, and one code a value.
+
+Functions of Triton only, called by `codec.kernels`; `codec.reference` and `codec.rounding` are their oracles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_taco.codec.elements import (
+    GAUSSIAN_CENTRE,
+    GAUSSIAN_EDGE,
+    GAUSSIAN_INVERSE,
+    MIX_FACTORS,
+    MIX_SHIFTS,
+)
+
+_ABS_MASK = tl.constexpr(0x7FFFFFFF)
+# Adding 1.5 * 2^23 rounds a small fp32 to an integer, ties to even, and leaves it in the low bits.
+_ROUND_MAGIC = tl.constexpr(12582912.0)
+_ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
+_MIX_SHIFT_0, _MIX_SHIFT_1, _MIX_SHIFT_2 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
+_MIX_FACTOR_0, _MIX_FACTOR_1 = (tl.constexpr(factor) for factor in MIX_FACTORS)
+_TWO_POW_MINUS_24 = tl.constexpr(2.0**-24)
+_CENTRE, _EDGE = tl.constexpr(GAUSSIAN_CENTRE), tl.constexpr(GAUSSIAN_EDGE)
+_INVERSE_0, _INVERSE_1, _INVERSE_2, _INVERSE_3 = (tl.constexpr(factor) for factor in GAUSSIAN_INVERSE)
+
+
+@triton.jit
+def hadamard(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
+    """[TILE, BLOCK] -> the same times the unnormalised Hadamard matrix.
+
+    Each stage adds and subtracts neighbours (bit 0 of the index), then rotates the bits of the index by one; after
+    LOG2_BLOCK stages every bit has had its turn, lowest first, and the order is the original one.
+    """
+    for _ in tl.static_range(LOG2_BLOCK):
+        left, right = tl.split(tl.reshape(values, (TILE, BLOCK // 2, 2)))
+        pairs = tl.join(left + right, left - right)
+        values = tl.reshape(tl.permute(pairs, (0, 2, 1)), (TILE, BLOCK))
+    return values
+
+
+@triton.jit
+def pairwise_sum(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
+    """[TILE, BLOCK] -> [TILE, 1], neighbours first."""
+    for stage in tl.static_range(LOG2_BLOCK):
+        left, right = tl.split(tl.reshape(values, (TILE, BLOCK >> (stage + 1), 2)))
+        values = left + right
+    return tl.reshape(values, (TILE, 1))
+
+
+@triton.jit
+def _mix(bits):
+    bits = bits ^ (bits >> _MIX_SHIFT_0)
+    bits = bits * _MIX_FACTOR_0
+    bits = bits ^ (bits >> _MIX_SHIFT_1)
+    bits = bits * _MIX_FACTOR_1
+    return bits ^ (bits >> _MIX_SHIFT_2)
+
+
+@triton.jit
+def random_bits(index, seed_low, seed_high):
+    """32 random bits for each position, a function of position and seed only; index int64."""
+    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    return _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+
+
+@triton.jit
+def _round_to_integer(values):
+    """Small fp32 -> int32, ties to even."""
+    return (values + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+
+
+@triton.jit
+def _float_code(
+    quantized, noise, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """fp32 within the format's range -> bits of an 8-bit float by integer arithmetic: exact where the cast is not."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = quantized.to(tl.int32, bitcast=True)
+    magnitude = bits & _ABS_MASK
+    if STOCHASTIC:
+        rounding = (noise & ((1 << DROPPED) - 1)).to(tl.int32)
+    else:
+        rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
+    normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
+    if STOCHASTIC:
+        steps = tl.floor(steps + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24)
+        subnormal = steps.to(tl.int32)
+    else:
+        subnormal = _round_to_integer(steps)
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    return (tl.minimum(code, LARGEST) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Bits of an 8-bit float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
+    wide = code.to(tl.int32)
+    magnitude = wide & 0x7F
+    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
+    value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
+    # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
+    signed = value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)
+    return signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gaussian_level(code, HALF: tl.constexpr):
+    """Integer codes as fp32 -> their levels, exactly."""
+    return code * (code * code * (_EDGE / (HALF * HALF)) + _CENTRE)
+
+
+@triton.jit
+def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """fp32 from -HALF to HALF -> int32 code."""
+    place = tl.abs(quantized) * (1.0 / HALF)
+    inverse = _INVERSE_0 + place * (_INVERSE_1 + place * (_INVERSE_2 + place * _INVERSE_3))
+    position = quantized * inverse
+    if STOCHASTIC:
+        below = tl.floor(position)
+        below = below - tl.where(_gaussian_level(below, HALF) > quantized, 1.0, 0.0)
+        below = below + tl.where(_gaussian_level(below + 1.0, HALF) <= quantized, 1.0, 0.0)
+        below = tl.minimum(tl.maximum(below, -HALF), HALF - 2)
+        level = _gaussian_level(below, HALF)
+        step = _gaussian_level(below + 1.0, HALF) - level
+        uniform = (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24
+        code = below.to(tl.int32) + (uniform * step < quantized - level).to(tl.int32)
+    else:
+        code = tl.minimum(tl.maximum(_round_to_integer(position), -HALF), HALF - 1)
+    return code
+
+
+@triton.jit
+def to_code(quantized, noise, C: tl.constexpr):
+    """fp32 within the element's range -> one uint8 code a value, not packed."""
+    if C.mantissa == 0:
+        if C.is_gaussian:
+            rounded = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
+        elif C.is_stochastic:
+            rounded = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
+            rounded = tl.minimum(tl.maximum(rounded, -C.largest), C.largest)
+        else:
+            rounded = _round_to_integer(quantized)
+        code = (rounded & ((1 << C.bits) - 1)).to(tl.uint8)
+    elif C.is_native_fp8 and not C.is_stochastic:
+        if C.element == "e4m3":
+            code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            code = quantized.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        code = _float_code(quantized, noise, C.mantissa, C.bias, C.largest, C.is_stochastic)
+    return code
+
+
+@triton.jit
+def from_code(code, C: tl.constexpr):
+    """One uint8 code a value -> fp32."""
+    if C.mantissa == 0:
+        value = ((code.to(tl.int32) ^ (1 << (C.bits - 1))) - (1 << (C.bits - 1))).to(tl.float32)
+        if C.is_gaussian:
+            value = _gaussian_level(value, 1 << (C.bits - 1))
+    elif C.is_native_fp8:
+        if C.element == "e4m3":
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            value = code.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        value = _float_value(code, C.mantissa, C.bias)
+    return value
