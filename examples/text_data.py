@@ -128,6 +128,10 @@ class TextDataModule(pl.LightningDataModule):
         self._check_enough(samples, num_tokens=len(tokens), num_files=len(paths))
         self._samples = samples
 
+    def samples(self, split: str) -> TokenSamples:
+        """The samples of ``"train"``, ``"validation"`` or ``"test"``; call it after `setup`."""
+        return self._samples[split]
+
     def tokenizer(self) -> Tokenizer:
         """The trained tokenizer; call it after `prepare_data`."""
         return Tokenizer.from_file(str(self._folder(find_files(self.patterns, self.max_bytes)) / "tokenizer.json"))

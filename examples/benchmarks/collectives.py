@@ -30,7 +30,11 @@ CODECS = {
     "taco": CodecConfig(element="e4m3", scale_mode="dual"),
     "int8": CodecConfig(element="int8"),
     "int6": CodecConfig(element="int6"),
+    "int6 gaussian": CodecConfig(element="int6", levels="gaussian"),
+    "int5 gaussian": CodecConfig(element="int5", levels="gaussian"),
     "int4": CodecConfig(element="int4"),
+    "int4 gaussian": CodecConfig(element="int4", levels="gaussian"),
+    "int3 gaussian": CodecConfig(element="int3", levels="gaussian"),
 }
 MEBI = 1 << 20
 
