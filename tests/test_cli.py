@@ -1,5 +1,6 @@
 """The command line's parser: forms of the strategy block that work, and what it says about those that do not."""
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import yaml
 from lightning_taco import CodecConfig, CompressionConfig, TacoTPStrategy
 from lightning_taco.cli import build_cli
 from lightning_taco.config import RECIPES
+from lightning_taco.study import StudySettings, StudyTrainer
 
 STRATEGY = "--trainer.strategy.class_path=lightning_taco.TacoTPStrategy"
 INIT = "--trainer.strategy.init_args."
@@ -224,7 +226,88 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         build_cli(["--help"])
     assert raised.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("fit", "validate", "test", "predict"))
+    assert all(name in text for name in ("fit", "validate", "test", "predict", "study"))
+
+
+# The study
+
+
+def outcome_of_study(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int | str | None, str]:
+    """Exit status and what is printed of a study that the parser ends."""
+    with pytest.raises(SystemExit) as raised:
+        build_cli(["study", *RUN, STRATEGY, *options])
+    captured = capsys.readouterr()
+    return raised.value.code, captured.out + captured.err
+
+
+def test_study_has_options_of_its_own_beside_those_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = outcome_of_study(capsys, "--help")
+    assert status == 0
+    for option in ("num_steps", "max_messages", "candidates", "baselines", "folder"):
+        assert f"--study.{option} " in text
+    assert "--ckpt_path " in text
+    assert "observe the messages of this many optimizer steps, the" in text
+    with pytest.raises(SystemExit):
+        build_cli(["fit", "--help"])
+    assert "--study" not in capsys.readouterr().out
+
+
+def test_study_reads_its_candidates_and_the_file_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration of fit is one of a study."""
+    path = write("run.yaml", {"trainer": {"max_steps": 5}})
+    candidates = "--study.candidates=[{element: int4, levels: gaussian}]"
+    status, text = outcome_of_study(capsys, "--config", path, "--study.num_steps=3", candidates, "--print_config")
+    assert status == 0
+    settings = yaml.safe_load(text)
+    assert settings["trainer"]["max_steps"] == 5
+    assert (settings["study"]["num_steps"], settings["study"]["max_messages"]) == (3, 4)
+    (candidate,) = settings["study"]["candidates"]
+    assert (candidate["element"], candidate["levels"], candidate["block_size"]) == ("int4", "gaussian", 128)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--study.steps=3", "steps"),
+        ("--study.num_steps=two", "num_steps"),
+        ("--study.candidates=[{element: int7}]", "int7"),
+    ],
+)
+def test_wrong_option_of_a_study_is_named(capsys: pytest.CaptureFixture[str], option: str, message: str) -> None:
+    status, text = outcome_of_study(capsys, option)
+    assert status == 2
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "A study observes what TacoTPStrategy compresses, but the Trainer's strategy is a SingleDeviceStrategy"),
+        ([STRATEGY, f"{INIT}compression=null"], "compression is off; use any recipe, such as compression='default'"),
+    ],
+)
+def test_study_of_what_cannot_be_observed_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        build_cli(["study", *RUN, "--trainer.devices=1", *options])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_study_of_the_command_line_is_the_trainers_own_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    @functools.wraps(StudyTrainer.study)  # with the signature that the parser reads
+    def study(self: StudyTrainer, **arguments: Any) -> None:
+        calls.append(arguments)
+
+    monkeypatch.setattr(StudyTrainer, "study", study)
+    build_cli(["study", *RUN, STRATEGY, "--study.num_steps=3", "--study.folder=here", "--ckpt_path=some.ckpt"])
+    (arguments,) = calls
+    assert isinstance(arguments.pop("model"), pl.LightningModule)
+    settings = StudySettings(num_steps=3, folder="here")
+    assert arguments == {"ckpt_path": "some.ckpt", "weights_only": None, "study": settings}
 
 
 def test_console_script_calls_the_same_parser(

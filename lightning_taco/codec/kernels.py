@@ -55,7 +55,8 @@ _LOG2_SUB_BLOCK = tl.constexpr(SUB_BLOCK_SIZE.bit_length() - 1)
 
 @triton.jit
 def _num_blocks(num_values, C: tl.constexpr):
-    return (num_values.to(tl.int64) + (C.block_size - 1)) // C.block_size
+    # Not num_values.to: Triton hands in an argument of 1 as a constant.
+    return (tl.cast(num_values, tl.int64) + (C.block_size - 1)) // C.block_size
 
 
 @triton.jit
@@ -127,23 +128,51 @@ def _equalize(values, C: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_inverse(values, amax, C: tl.constexpr):
-    """What multiplies the values [tile, block] to quantise, and back; `amax` is finite and not 0."""
+def _largest_bits_of_each_sign(values):
+    """[tile, n] -> the largest positive and the largest negative magnitude of each row, as bits; 0 where there is none.
+
+    By integers that order like the floats, since integers are reduced across lanes by one instruction.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & _ABS_MASK)
+    positive = tl.maximum(tl.max(ordered, axis=1), 0)
+    lowest = tl.minimum(tl.min(ordered, axis=1), -1)  # -1 is minus zero
+    return positive, (lowest ^ _ABS_MASK) & _ABS_MASK
+
+
+@triton.jit
+def _gaussian_scale_and_inverse(positive, negative, C: tl.constexpr):
+    """What multiplies values to quantise, and back, from the largest of each sign; one of them is not 0."""
+    larger, smaller = tl.maximum(positive, negative), tl.minimum(positive, negative)
+    half = tl.full([C.tile], C.gaussian_half, tl.float32)
+    top = tl.full([C.tile], C.gaussian_top, tl.float32)
+    sign = tl.where(positive > negative, -1.0, 1.0)
+    other_scale = tl.where(smaller > 0, tl.div_rn(top, tl.where(smaller > 0, smaller, 1.0)), float("inf"))
+    scale = tl.minimum(tl.div_rn(half, larger), other_scale) * sign
+    return scale, tl.maximum(tl.div_rn(larger, half), tl.div_rn(smaller, top)) * sign
+
+
+@triton.jit
+def _scales(values, C: tl.constexpr):
+    """[tile, block] -> what multiplies to quantise, what multiplies to recover, is it finite, is it not all zero."""
     if C.is_gaussian:
-        positive = tl.maximum(tl.max(values, axis=1), 0.0)
-        negative = tl.maximum(tl.max(-values, axis=1), 0.0)
-        smaller = tl.minimum(positive, negative)
-        half = tl.full([C.tile], C.gaussian_half, tl.float32)
-        top = tl.full([C.tile], C.gaussian_top, tl.float32)
-        sign = tl.where(positive > negative, -1.0, 1.0)
-        other_scale = tl.where(smaller > 0, tl.div_rn(top, tl.where(smaller > 0, smaller, 1.0)), float("inf"))
-        scale = tl.minimum(tl.div_rn(half, amax), other_scale) * sign
-        scale_inv = tl.maximum(tl.div_rn(amax, half), tl.div_rn(smaller, top)) * sign
+        positive_bits, negative_bits = _largest_bits_of_each_sign(values)
+        amax_bits = tl.maximum(positive_bits, negative_bits)
+    else:
+        amax_bits = _largest_bits(values)
+    finite = amax_bits < _INF_BITS
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    usable = finite & (amax >= _SMALLEST_AMAX)
+    if C.is_gaussian:
+        positive = tl.where(usable, positive_bits.to(tl.float32, bitcast=True), 1.0)
+        negative = tl.where(usable, negative_bits.to(tl.float32, bitcast=True), 1.0)
+        scale, scale_inv = _gaussian_scale_and_inverse(positive, negative, C)
     else:
         code_max = tl.full([C.tile], C.code_max, tl.float32)
-        scale = tl.div_rn(code_max, amax)
-        scale_inv = tl.div_rn(amax, code_max)
-    return scale, scale_inv
+        amax = tl.where(usable, amax, 1.0)
+        scale, scale_inv = tl.div_rn(code_max, amax), tl.div_rn(amax, code_max)
+    scale_inv = tl.where(finite, tl.where(usable, scale_inv, 0.0), float("nan"))
+    return scale, scale_inv, finite, usable
 
 
 @triton.jit
@@ -159,12 +188,7 @@ def _store_message(
     seed_high,
     C: tl.constexpr,
 ):
-    amax_bits = _largest_bits(values)
-    finite = amax_bits < _INF_BITS
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    usable = finite & (amax >= _SMALLEST_AMAX)
-    scale, scale_inv = _scale_and_inverse(values, tl.where(usable, amax, 1.0), C)
-    scale_inv = tl.where(finite, tl.where(usable, scale_inv, 0.0), float("nan"))
+    scale, scale_inv, finite, usable = _scales(values, C)
     quantized = tl.where(usable[:, None], values * scale[:, None], 0.0)
     valid = blocks < num_blocks
     noise = tl.full([C.tile, C.block_size], 0, tl.uint32)
