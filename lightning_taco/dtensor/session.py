@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +26,10 @@ from lightning_taco.collectives.traffic import (
     stock_sent_bytes,
 )
 from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.dtensor.channel_order import ChannelOrder, ChannelOrders
 from lightning_taco.dtensor.sites import ModuleSites, Site
+
+logger = logging.getLogger(__name__)
 
 COMPRESSED = "compressed"
 PARAMETER_REASON = "parameter or its gradient"
@@ -46,6 +50,13 @@ class Exchange:
     """The dim that an all-to-all cuts."""
     is_scalar_like: bool = False
     """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
+
+    @property
+    def resharded_dims(self) -> tuple[int, ...]:
+        """The dims that it cuts or joins: of these a rank holds, before or after, a part."""
+        if self.kind == "all_reduce":
+            return ()
+        return (self.dim, self.scatter_dim) if self.kind == "all_to_all" else (self.dim,)
 
     def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
         """Exchange the tensor, compressed."""
@@ -69,16 +80,29 @@ class CompressionSession:
         config: the settings.
         group: the ranks of the tensor-parallel axis.
         element: what ``element="auto"`` means on these ranks, agreed between them.
+        replicas: the ranks that are at this rank's place in every replica of the model (the data-parallel axis), whose
+            channel orders are the same; ``None`` for one replica.
+        inform: called on every rank with a line for the user.
+        warn: the same, for what the user should look into.
 
     Attributes:
         traffic: what this rank sent while the session was in scope.
-        observers: called before each compressed exchange with the exchange, its site and its codec; recomputed
-            forwards are left out. They may look at the tensor and must not change or synchronise anything.
+        observers: called before each compressed exchange with the exchange as it is encoded (channels in their
+            calibrated order), its site and its codec; recomputed forwards are left out. They may look at the tensor and
+            must not change or synchronise anything.
         step: training steps begun; part of the seed of stochastic rounding.
+        channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
 
     def __init__(
-        self, config: CompressionConfig, group: dist.ProcessGroup, element: Literal["e4m3", "int8"] = "e4m3"
+        self,
+        config: CompressionConfig,
+        group: dist.ProcessGroup,
+        element: Literal["e4m3", "int8"] = "e4m3",
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        inform: Callable[[str], None] = logger.info,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.config = config
         self.group = group
@@ -87,6 +111,12 @@ class CompressionSession:
         self.sites = ModuleSites()
         self.observers: list[Observer] = []
         self.step = 0
+        self.channel_orders: ChannelOrders | None = None
+        if any(codec.reshape == "calibrated" for codec in config.codecs):
+            self.channel_orders = ChannelOrders(self.codec_of, group, replicas, inform)
+        self._warn = warn
+        self._warnings: set[str] = set()
+        self._is_training_forward = False
         self._codecs: dict[tuple[str, Direction], CodecConfig | None] = {}
         self._parameter_storages: set[int] = set()
 
@@ -114,15 +144,22 @@ class CompressionSession:
 
     @contextmanager
     def scope(self, *, is_new_step: bool = False) -> Iterator[None]:
-        """Compress what DTensor redistributes over the group while the block runs, in every thread."""
-        if is_new_step:
-            self.step += 1
-            self.sites.start_step()
+        """Compress what DTensor redistributes over the group while the block runs, in every thread.
+
+        Args:
+            is_new_step: whether it is the forward of a training step, with which a new step begins. All ranks begin it
+                together. A forward that is computed again within backward is part of the step that it belongs to.
+        """
+        if is_new_step and not _compat.in_backward():
+            self._start_step()
+        was_training_forward = self._is_training_forward
+        self._is_training_forward = is_new_step
         enter_scope(self)
         try:
             yield
         finally:
             leave_scope(self)
+            self._is_training_forward = was_training_forward
 
     def exchange(self, exchange: Exchange, stock: Callable[[], Tensor]) -> Tensor:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
@@ -132,8 +169,12 @@ class CompressionSession:
         if codec is None:
             return stock()
         exchange = replace(exchange, tensor=_compat.waited(exchange.tensor))
+        order = self._channel_order(exchange, site, codec)
+        if order is not None:
+            exchange = replace(exchange, tensor=order.sort(exchange.tensor))
         self.observe(exchange, site, codec)
-        return exchange.run(codec, self.group, self.seed(exchange.kind, site))
+        result = exchange.run(codec, self.group, self.seed(exchange.kind, site))
+        return result if order is None else order.restore(result)
 
     def seed(self, kind: Kind, site: Site) -> int:
         """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
@@ -160,7 +201,7 @@ class CompressionSession:
             full_bytes *= self.world_size
         if full_bytes < self.config.min_bytes:
             return None, f"smaller than min_bytes={self.config.min_bytes}"
-        codec = self._codec(site)
+        codec = self.codec_of(site.name, site.direction)
         if codec is None:
             return None, f"excluded in {site.direction}"
         if _BYPASS.reason:
@@ -189,12 +230,52 @@ class CompressionSession:
             )
         return ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
 
-    def _codec(self, site: Site) -> CodecConfig | None:
-        key = (site.name, site.direction)
+    def codec_of(self, site: str, direction: Direction) -> CodecConfig | None:
+        """The codec of module `site` in `direction`, its element resolved; ``None`` where nothing is compressed."""
+        key = (site, direction)
         if key not in self._codecs:
-            codec = self.config.codec_for(site.name, site.direction)
+            codec = self.config.codec_for(site, direction)
             self._codecs[key] = codec.resolved(self.element) if codec is not None else None
         return self._codecs[key]
+
+    def warn_once(self, message: str) -> None:
+        """Warn the user, unless this session has said the same before."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            self._warn(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that is resumed needs to give the bits of one that was not broken; plain values and CPU tensors.
+
+        The same on all ranks. All ranks call it, since channel orders that are still being calibrated are gathered.
+        """
+        orders = self.channel_orders
+        return {
+            "settings": settings_in_words(self.config, self.element),
+            "step": self.step,
+            "channel_orders": None if orders is None else orders.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has given, between two steps. Warns when it was given under other settings."""
+        difference = settings_difference(state["settings"], settings_in_words(self.config, self.element))
+        if difference is not None:
+            self._warn(f"The checkpoint was written with other compression than is given, which is used: {difference}.")
+        self.step = state["step"]
+        if self.channel_orders is not None and state["channel_orders"] is not None:
+            self.channel_orders.load_state_dict(state["channel_orders"])
+
+    def _start_step(self) -> None:
+        self.step += 1
+        self.sites.start_step()
+        if self.channel_orders is not None:
+            self.channel_orders.start_step()
+
+    def _channel_order(self, exchange: Exchange, site: Site, codec: CodecConfig) -> ChannelOrder | None:
+        if self.channel_orders is None or codec.reshape == "natural":
+            return None
+        is_training = self._is_training_forward or site.direction == "backward"
+        return self.channel_orders.order_for(exchange, site, codec, is_training=is_training)
 
     def _is_parameter(self, tensor: Tensor, site: Site) -> bool:
         if site.direction == "backward":
@@ -204,6 +285,20 @@ class CompressionSession:
     def holds_parameter(self, local: Tensor) -> bool:
         """Whether `local` is, or is a view of, this rank's part of a parameter of the attached modules."""
         return _compat.storage_pointer(local) in self._parameter_storages
+
+
+def settings_in_words(config: CompressionConfig, element: Literal["e4m3", "int8"]) -> dict[str, str]:
+    """Each of the settings as text, to be compared: codecs with ``element="auto"`` resolved to `element`."""
+    codecs = {"forward": config.forward, "backward": config.backward}
+    words = {name: "as it is" if codec is None else str(codec.resolved(element)) for name, codec in codecs.items()}
+    others = ("min_bytes", "exclude", "recipes", "during_validation")
+    return words | {name: str(getattr(config, name)) for name in others}
+
+
+def settings_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Where two `settings_in_words` differ, with both; ``None`` where they do not."""
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names) or None
 
 
 def _storage(parameter: Tensor) -> int:

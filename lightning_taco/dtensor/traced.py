@@ -3,13 +3,14 @@
 While a graph is traced the tensors are fakes, so the codec is chosen then, and what lands in the graph is one op with
 plain arguments: the exchange, the group's name, the direction and the codec. When the graph runs, the op compresses and
 counts if a session is in scope, and takes the stock path otherwise, like the eager path. Module names are not known
-while tracing, so settings that go by them (`exclude`, `recipes`) leave a compiled exchange as it is.
+while tracing, so settings that go by them (`exclude`, `recipes`) leave a compiled exchange as it is, and channels keep
+their natural order, as the calibrated one is that of a module.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import torch
@@ -31,6 +32,11 @@ def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | 
     codec, _ = session.choose(exchange, site)
     if codec is None:
         return None
+    if codec.reshape == "calibrated":
+        session.warn_once(
+            "reshape='calibrated' is not available under torch.compile: compiled exchanges go in natural channel order."
+        )
+        codec = replace(codec, reshape="natural")
     return exchange_op(
         exchange.tensor.contiguous(),
         exchange.kind,

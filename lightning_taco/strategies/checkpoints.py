@@ -1,4 +1,4 @@
-"""What Lightning's checkpoints of sharded models lack: wrapped modules, and averaged weights."""
+"""What Lightning's checkpoints of sharded models lack: wrapped modules, averaged weights, the compression's state."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_taco.dtensor.sites import WRAPPER_PREFIXES
 
+COMPRESSION_STATE = "lightning_taco"  # the key of the compression's state in a checkpoint; other strategies ignore it
 CURRENT_WEIGHTS = "current_model_state"  # what lightning's WeightAveraging calls the weights that are not averaged
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from lightning_taco.dtensor.session import COMPRESSED, CompressionSession
 from lightning_taco.strategies import checks, rank_agreement, report
 
 TENSOR_PARALLEL = "tensor_parallel"
+DATA_PARALLEL = "data_parallel"
 
 
 class Compression:
@@ -55,6 +56,7 @@ class Compression:
         self._sampler = ReconstructionErrors()
         self._num_steps = 0
         self._is_first_step_reported = False
+        self._last_trained: CompressionSession | None = None
 
     @property
     def is_on(self) -> bool:
@@ -86,8 +88,26 @@ class Compression:
         self._handles.clear()
         if self.session is not None:
             self.session.detach()
+            if self.session.step:
+                self._last_trained = self.session
             self.session = None
             dtensor.remove()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the compression; ``None`` when it is off. All ranks call it.
+
+        After `stop` it is the state of the run that has ended, for a Trainer that saves after ``fit``.
+        """
+        session = self.session or self._last_trained
+        return None if session is None else session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's `state_dict`; warns when it was written under other settings."""
+        if self.session is not None:
+            self.session.load_state_dict(state)
+        elif self.config is None or self.config.is_empty:
+            settings = ", ".join(f"{name}: {value}" for name, value in state["settings"].items())
+            rank_zero_warn(f"The checkpoint was written with compression ({settings}), but compression is off now.")
 
     def check_first_batch(self, batch: Any, module: nn.Module | None) -> None:
         """Refuse different batches within a tensor-parallel group, and say when dropout masks would differ.
@@ -124,7 +144,9 @@ class Compression:
                 "element='int8' takes the same bytes and is faster and closer there."
             )
         dtensor.install()
-        self.session = CompressionSession(self.config, group, element)
+        self.session = CompressionSession(
+            self.config, group, element, replicas=_replicas(mesh), inform=rank_zero_info, warn=rank_zero_warn
+        )
         self.traffic = self.session.traffic
         self._is_first_step_reported = False
 
@@ -193,6 +215,13 @@ class Compression:
             f"exchanges compressed, {report.format_bytes(compressed.stock_bytes)} sent as "
             f"{report.format_bytes(compressed.sent_bytes)} ({compressed.ratio:.2f}x)"
         )
+
+
+def _replicas(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks at this rank's place of each replica of the model; ``None`` for one replica."""
+    if DATA_PARALLEL not in (mesh.mesh_dim_names or ()) or mesh[DATA_PARALLEL].size() == 1:
+        return None
+    return mesh[DATA_PARALLEL].get_group()
 
 
 def tensor_parallel_group(module: nn.Module, mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -36,7 +36,7 @@ class TacoTPStrategy(ModelParallelStrategy):
 
     Lightning Fabric's `ModelParallelStrategy` with compressed redistribution, in the forward of a module that was set
     up with this strategy and in ``fabric.backward``. What the training loop itself redistributes, such as a loss, is
-    exact.
+    exact. ``fabric.save`` and ``fabric.load`` keep the state of the compression too, of their own accord.
 
     Args:
         parallelize_fn: takes the module and the device mesh (axes ``"data_parallel"``, ``"tensor_parallel"``), returns
@@ -108,6 +108,19 @@ class TacoTPStrategy(ModelParallelStrategy):
         return module
 
     @override
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: dict[str, nn.Module | Optimizer | Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        own_state = self.compression.state_dict()
+        if own_state is not None:
+            state = {**state, checkpoints.COMPRESSION_STATE: own_state}
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    @override
     def load_checkpoint(
         self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -116,7 +129,11 @@ class TacoTPStrategy(ModelParallelStrategy):
             for module in values:
                 if isinstance(module, nn.Module):
                     stack.enter_context(checkpoints.without_wrappers(module))
-            return super().load_checkpoint(path, state, strict, weights_only)
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
+        own_state = remainder.pop(checkpoints.COMPRESSION_STATE, None)
+        if own_state is not None:
+            self.compression.load_state_dict(own_state)
+        return remainder
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

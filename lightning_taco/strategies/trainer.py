@@ -40,6 +40,9 @@ class TacoTPStrategy(ModelParallelStrategy):
     Lightning's `ModelParallelStrategy` with compressed redistribution: the ``LightningModule`` parallelises itself in
     ``configure_model`` with DTensor, over ``self.device_mesh["tensor_parallel"]``, and needs no change.
 
+    A checkpoint holds the state of the compression too, so that a run that is resumed with ``ckpt_path`` has the bits
+    of one that was not broken. It loads under Lightning's own strategy, and the other way round.
+
     Args:
         compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
             ``None``: off, and bit-equal to `ModelParallelStrategy`.
@@ -160,6 +163,9 @@ class TacoTPStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         if checkpoints.CURRENT_WEIGHTS in checkpoint:
             checkpoints.prepare_averaged_weights(checkpoint, is_distributed=self._save_distributed_checkpoint)
+        own_state = self.compression.state_dict()
+        if own_state is not None:
+            checkpoint[checkpoints.COMPRESSION_STATE] = own_state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -171,6 +177,9 @@ class TacoTPStrategy(ModelParallelStrategy):
             if "averaging_state" in checkpoint:
                 path = Path(self.broadcast(checkpoint_path))
                 checkpoints.add_averaged_weights(checkpoint, self.model, path, names)
+        own_state = checkpoint.pop(checkpoints.COMPRESSION_STATE, None)
+        if own_state is not None:
+            self.compression.load_state_dict(own_state)
         return checkpoint
 
     @override
