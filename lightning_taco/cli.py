@@ -1,4 +1,4 @@
-"""``lightning-taco fit|validate|test|predict``: LightningCLI, with class paths of the current directory importable."""
+"""``lightning-taco fit|validate|test|predict|study``: LightningCLI, with the current directory's classes importable."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 import lightning_taco  # noqa: F401  registers the short name of the strategy
+from lightning_taco.study import StudyTrainer, check_studiable
 
 
 class TacoCLI(LightningCLI):
-    """LightningCLI that says how a strategy is to be written, where it would only call its name unknown."""
+    """LightningCLI with the subcommand ``study``.
+
+    It also says how a strategy is to be written, where LightningCLI would only call its name unknown.
+    """
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        """Names of the Trainer's methods that are subcommands, and their arguments that are no options."""
+        subcommands = LightningCLI.subcommands()
+        return subcommands | {"study": set(subcommands["fit"])}
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -27,6 +38,13 @@ class TacoCLI(LightningCLI):
                 "trainer.strategy.init_args."
             )
 
+    def before_study(self) -> None:
+        """Refuse a training that cannot be studied, in a sentence; LightningCLI calls this before `study`."""
+        try:
+            check_studiable(self.trainer)
+        except (TypeError, ValueError) as error:
+            self.parser.error(str(error))
+
 
 def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI:
     """Parse `args` (those of the process by default) and, with ``run=True``, run the subcommand that they name.
@@ -39,6 +57,7 @@ def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI
     _make_current_directory_importable()
     # No classes: model and data are given by class path, and a model that has its own dataloaders needs no data.
     return TacoCLI(
+        trainer_class=StudyTrainer,
         save_config_kwargs={"overwrite": True},
         args=list(args) if args is not None else None,
         run=run,

@@ -290,6 +290,13 @@ def test_time_is_that_of_encode_and_decode() -> None:
     assert 1 < encode_decode_us(INT8, values) < 1e5
 
 
+@pytest.mark.gpu
+def test_time_on_a_gpu_is_that_of_the_device() -> None:
+    """It grows with the message, as that of the host, which launches the same kernels, does not."""
+    small, large = (torch.randn(1, size << 20, device="cuda").bfloat16() for size in (1, 256))
+    assert encode_decode_us(INT8, large) > 10 * encode_decode_us(INT8, small) > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -673,7 +680,12 @@ def test_study_of_a_training_observes_its_last_steps_and_changes_nothing(
     assert "| **int4, block 128, Hadamard** | 4.25 |" in text
     assert (tmp_path / "study" / "frontier.html").exists()
     assert capfd.readouterr().out.count("Forward: 1 message of 1 site") == 1  # by rank 0 only
-    for line in ("2 codecs will be measured in the last 1 of 6 steps", "observing step 6", "written to"):
+    for line in (
+        "2 codecs will be measured in the last steps, 1 of them",
+        "observing step 6",
+        "message 1 (model.mlp.down, forward all_reduce), codec 1 of 2",
+        "written to",
+    ):
         assert sum(f"lightning_taco study: {line}" in message for message in messages) == 1, messages
 
 
@@ -699,6 +711,27 @@ def test_study_callback_under_accumulation_and_its_own_folder(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "here").iterdir()} >= {"study.json", "study.md", "frontier.html"}
 
 
+@pytest.mark.usefixtures("warm_lightning")
+def test_study_goes_on_from_a_checkpoint_and_needs_steps_beyond_it(tmp_path: Path) -> None:
+    def rank_of(rank: int) -> tuple[str, str]:
+        trained = trainer_of(tmp_path, max_steps=3)
+        trained.fit(TinyModule(), tiny_dataloader())
+        path = str(tmp_path / "trained.ckpt")
+        trained.save_checkpoint(path)
+        settings = StudySettings(candidates=[INT8], baselines=False)
+        options = {"ckpt_path": path, "study": settings}
+        trainer_of(tmp_path, max_steps=6).study(TinyModule(), tiny_dataloader(), **options)
+        made = (tmp_path / "study" / "study.json").read_text() if rank == 0 else ""
+        with pytest.raises(RuntimeError) as raised:
+            trainer_of(tmp_path, max_steps=3).study(TinyModule(), tiny_dataloader(), **options)
+        return made, str(raised.value)
+
+    made, refusal = run_forked(2, rank_of)[0]
+    about = json.loads(made)["about"]
+    assert (about["first_step"], about["last_step"]) == (5, 6)
+    assert "step 3 is reached already (max_steps=3, max_epochs=-1); raise trainer.max_steps by 2 or more" in refusal
+
+
 class StopsEarly(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 2
@@ -721,7 +754,7 @@ def test_study_that_saw_nothing_says_why(tmp_path: Path) -> None:
         return sentences
 
     early, small, done, one_rank = run_forked(2, rank_of)[0]
-    assert "the training ended after step 2 of 6, before the last 2; lower trainer.max_steps" in early
+    assert "the training ended early, after step 2 (max_steps=6, max_epochs=-1); lower trainer.max_steps" in early
     assert "The study observed nothing: 12 x smaller than min_bytes=1073741824; see 'compression'" in small
     assert "nothing was trained: step 0 is reached already (max_steps=0" in done
     assert "tensor_parallel_size=1 sends none; use tensor_parallel_size=2 or more" in one_rank

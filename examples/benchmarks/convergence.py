@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ from lightning_taco import CompressionConfig
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import clip_gradients_by_norm
+from lightning_taco.study import provenance, tables
+from lightning_taco.study.candidates import Candidate, CodecCandidate, candidates_of
+from lightning_taco.study.recorder import MessageRecorder, SiteSums
+from lightning_taco.study.results import study_result
+from lightning_taco.study.settings import StudySettings
+from lightning_taco.study.timing import encode_decode_us
 
 DEFAULT_BRANCHES = (
     "none none#2 taco e4m3p int8 int6 int5 int4 int8/int4 int6/int4 int6/int3 int5/int4 int6g/int4g int5g/int4g "
@@ -51,6 +58,8 @@ def main() -> None:
     started = time.perf_counter()
     study = ConvergenceStudy(arguments)
     study.prepare_base()
+    if arguments.study:
+        study.study_messages(arguments.study)
     results = Results(arguments.output, vars(arguments), study.fabric.global_rank)
     seconds = 0.0
     for name in arguments.branches:
@@ -102,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--eager", action="store_true", help="capture no graphs")
+    parser.add_argument("--study", type=Path, help="measure every codec on the checkpoint's messages; write here")
     parser.add_argument("--verify", action="store_true", help="compare replayed steps with eager ones")
     return parser.parse_args()
 
@@ -198,6 +208,54 @@ class ConvergenceStudy:
         self._set_compression(None)
         assert self.evaluate_off is not None
         return result | {"validation_off": self._validate(self.evaluate_off)}
+
+    def study_messages(self, folder: Path) -> None:
+        """Measure codecs on all messages of one step from the checkpoint, as `lightning-taco study` does."""
+        self._set_compression(branch("int8", self.arguments.min_bytes))
+        session = self.strategy.session
+        assert session is not None
+        settings = StudySettings(num_steps=1, max_messages=1)
+        candidates = candidates_of(settings, session.element)
+        recorder = MessageRecorder(candidates, session.group, settings.max_messages)
+        self._restore()
+        self._load_batch(self.train_tokens, self.base_step)
+        session.observers.append(recorder)
+        self._step()
+        session.observers.remove(recorder)
+        sums = recorder.read()
+        if self.fabric.global_rank == 0:
+            self._write_study(sums, candidates, settings, folder)
+        self.fabric.barrier()
+        self._restore()
+
+    def _write_study(
+        self, sums: list[SiteSums], candidates: tuple[Candidate, ...], settings: StudySettings, folder: Path
+    ) -> None:
+        largest = max(sums, key=lambda each: torch.Size(each.shape).numel())
+        values = torch.randn(1, torch.Size(largest.shape).numel(), device=self.device).to(largest.dtype)
+        times = {
+            each.name: encode_decode_us(each.codec, values) for each in candidates if isinstance(each, CodecCandidate)
+        }
+        made = {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": provenance.command(),
+            "versions": provenance.versions(),
+            "device": provenance.device_name(self.device),
+            "num_ranks": self.fabric.world_size,
+            "tensor_parallel_size": self.fabric.world_size,
+            "model": f"{self.arguments.model} {self.arguments.preset}",
+            "precision": self.arguments.precision,
+            "trained_with": {"forward": "as it is", "backward": "as it is", "min_bytes": self.arguments.min_bytes},
+            "settings": asdict(settings),
+            "first_step": self.base_step,
+            "last_step": self.base_step,
+            "timed": f"one message of {values.numel()} {str(largest.dtype).removeprefix('torch.')} values",
+        }
+        reasons = self.strategy.compression.traffic.stock_reasons()
+        result = study_result(sums, candidates, times, made, reasons)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "study.json").write_text(json.dumps(result.as_json(), indent=1))
+        (folder / "study.md").write_text(tables.markdown(result))
 
     def _train(self, steps: list[GraphedStep], first: int, count: int) -> tuple[list[float], float]:
         losses = torch.zeros(count, device=self.device)

@@ -197,7 +197,8 @@ def _store_message(
         noise = random_bits(index, seed_low, seed_high)
     store_codes(message, to_code(quantized, noise, C), blocks, valid, num_blocks, C)
     if C.is_fine:
-        scale_inv = scale_inv * power
+        # Chosen anew: of a product with NaN devices make NaNs of other bits.
+        scale_inv = tl.where(finite, scale_inv * power, float("nan"))
     tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
     if C.is_dual:
         flat_alpha = tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)

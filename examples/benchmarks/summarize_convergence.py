@@ -1,0 +1,118 @@
+"""The table and the plot of a convergence study: `python -m examples.benchmarks.summarize_convergence FILE.json ...`.
+
+Gaps are in percent of the uncompressed branch of the same file, paired by batch: training loss over the later two
+thirds of the branch, with its standard error; validation loss with the codec on, and of the same weights with it off.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+BASELINE = "none"
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+COLOURS = {"with the codec": "#0072B2", "the same weights without it": "#D55E00"}
+
+
+class Row(NamedTuple):
+    """One branch; gaps in percent."""
+
+    name: str
+    forward_bits: float
+    backward_bits: float
+    train_gap: float
+    standard_error: float
+    validation_gap: float
+    weights_gap: float
+
+    @property
+    def mean_bits(self) -> float:
+        return (self.forward_bits + self.backward_bits) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument(
+        "--plot", type=Path, help="write the plot of the first file here, as SVG (needs kaleido) or HTML"
+    )
+    arguments = parser.parse_args()
+    for path in arguments.files:
+        content = json.loads(path.read_text())
+        print(f"\n{path.name}\n")
+        print(table(rows_of(content["branches"])))
+    if arguments.plot:
+        figure = plot(rows_of(json.loads(arguments.files[0].read_text())["branches"]))
+        figure.write_html(arguments.plot) if arguments.plot.suffix == ".html" else figure.write_image(arguments.plot)
+
+
+def rows_of(branches: dict[str, dict[str, Any]]) -> list[Row]:
+    """All branches that ended, in their order."""
+    base = branches[BASELINE]
+    return [row_of(name, result, base) for name, result in branches.items() if "error" not in result]
+
+
+def row_of(name: str, result: dict[str, Any], base: dict[str, Any]) -> Row:
+    first = len(base["train_loss"]) // 3
+    reference = base["train_loss"][first:]
+    differences = [loss - other for loss, other in zip(result["train_loss"][first:], reference, strict=True)]
+    scale = 100 / mean(reference)
+    return Row(
+        name=name,
+        forward_bits=result["bits"][0],
+        backward_bits=result["bits"][1],
+        train_gap=scale * mean(differences),
+        standard_error=scale * stdev(differences) / math.sqrt(len(differences)),
+        validation_gap=100 * (result["validation_on"] / base["validation_on"] - 1),
+        weights_gap=100 * (result["validation_off"] / base["validation_off"] - 1),
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| forward / backward | bits | mean | training, paired (standard error) | validation, codec on | codec off |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.name} | {row.forward_bits:g} / {row.backward_bits:g} | {row.mean_bits:g} | "
+            f"{row.train_gap:+.3f}% ({row.standard_error:.3f}) | {row.validation_gap:+.3f}% | {row.weights_gap:+.3f}% |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row]) -> go.Figure:
+    """Gap in validation loss against mean bits of a value; the uncompressed branch is the line at 0."""
+    rows = [row for row in rows if row.mean_bits < 16]
+    figure = go.Figure()
+    series = {"with the codec": "validation_gap", "the same weights without it": "weights_gap"}
+    for (label, field), symbol in zip(series.items(), ("circle", "diamond-open"), strict=True):
+        figure.add_scatter(
+            x=[row.mean_bits for row in rows],
+            y=[getattr(row, field) for row in rows],
+            text=[row.name for row in rows] if field == "validation_gap" else None,
+            mode="markers+text" if field == "validation_gap" else "markers",
+            textposition="top center",
+            marker={"symbol": symbol, "size": 9, "color": COLOURS[label]},
+            name=label,
+        )
+    figure.update_layout(
+        template="plotly_white",
+        width=1000,
+        height=600,
+        font={"size": 11},
+        xaxis_title="mean bits of a value on the wire, forward and backward",
+        yaxis_title="validation loss against the uncompressed branch, percent",
+        legend={"x": 0.75, "y": 0.98},
+    )
+    figure.add_hline(y=0, line_color="gray")
+    return figure
+
+
+if __name__ == "__main__":
+    main()
