@@ -13,7 +13,7 @@ class Event:
     Attributes:
         step: training step, as loggers count them, from which on it holds.
         source: who made it: ``"guard"`` or ``"schedule"``.
-        action: what it did: ``"suspend"`` (send as it is), ``"resume"`` (compress again) or ``"switch"`` (other codecs).
+        action: ``"suspend"`` (send as it is), ``"resume"`` (compress again) or ``"switch"`` (other codecs).
         site: module path with direction and kind of exchange, as in the tags of `CompressionMonitor`; ``""`` for all.
         reason: what happened, in a sentence.
     """
