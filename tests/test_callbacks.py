@@ -148,7 +148,7 @@ def test_monitor_logs_the_error_of_what_was_sent_at_the_steps_it_was_asked_for(t
 def test_monitor_follows_sequence_parallelism_and_settings_by_module(tmp_path: Path) -> None:
     def rank_of(rank: int) -> None:
         strategy = TacoTPStrategy(
-            compression=CompressionConfig(min_bytes=0, exclude=["model.head"], recipes={"model.embedding": "int8"})
+            compression=CompressionConfig(min_bytes=0, exclude=["model.head"], recipes={"model.embedding": "taco"})
         )
         module = TinyModule(sequence_parallel=True)
         fit(tmp_path, [CompressionMonitor(every_n_steps=1)], module=module, strategy=strategy, max_steps=1)
@@ -165,7 +165,7 @@ def test_monitor_follows_sequence_parallelism_and_settings_by_module(tmp_path: P
         "backward/model.mlp.down/all_gather",
     }
     for site, error in errors.items():
-        assert 0.004 < error < 0.01 if "embedding" in site else 0.02 < error < 0.03, site
+        assert 0.02 < error < 0.03 if "embedding" in site else 0.004 < error < 0.01, site
 
 
 def test_recomputed_forward_is_not_measured_twice(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_monitor_without_a_logger_and_on_a_second_fit() -> None:
         for _ in range(2):
             trainer = fit(None, [monitor], module=module, max_steps=3)
             assert trainer.strategy.compression.num_samples == 2  # type: ignore[attr-defined]
-            assert 0.02 < trainer.callback_metrics[WORST].item() < 0.03
+            assert 0.004 < trainer.callback_metrics[WORST].item() < 0.01
 
     run_forked(2, rank_of)
 

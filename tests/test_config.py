@@ -108,7 +108,8 @@ def test_settings_keep_no_reference_to_the_callers_collections() -> None:
 
 def test_defaults() -> None:
     codec = CodecConfig()
-    assert (codec.element, codec.block_size, codec.scale_mode, codec.rotation) == ("auto", 128, "merged", True)
+    assert (codec.element, codec.block_size, codec.scale_mode, codec.rotation) == ("int8", 128, "merged", True)
+    assert (codec.levels, codec.rounding, codec.reshape) == ("uniform", "nearest", "natural")
     settings = CompressionConfig()
     assert (settings.forward, settings.backward) == (codec, codec)
     assert settings.min_bytes == DEFAULT_MIN_BYTES == 1024 * 1024
@@ -127,7 +128,7 @@ def test_bits_per_value() -> None:
 
 
 def test_resolved_replaces_only_auto() -> None:
-    auto = CodecConfig(block_size=64, scale_mode="dual")
+    auto = CodecConfig(element="auto", block_size=64, scale_mode="dual")
     assert auto.resolved("int8") == CodecConfig(element="int8", block_size=64, scale_mode="dual")
     assert auto.element == "auto"
     assert CodecConfig(element="e4m3").resolved("int8").element == "e4m3"
@@ -136,7 +137,13 @@ def test_resolved_replaces_only_auto() -> None:
 def test_codec_says_what_it_is() -> None:
     assert str(CodecConfig(element="e4m3")) == "e4m3, block 128, Hadamard"
     assert str(CodecConfig(element="int8", block_size=32, rotation=False)) == "int8, block 32, no rotation"
-    assert str(CodecConfig(scale_mode="dual")) == "auto, block 128, Hadamard, dual scale"
+    assert str(CodecConfig(element="auto", scale_mode="dual")) == "auto, block 128, Hadamard, dual scale"
+    assert str(CodecConfig(scale_mode="fine", reshape="calibrated")) == (
+        "int8, block 128, Hadamard, fine scale, calibrated channel order"
+    )
+    assert str(CodecConfig(element="int4", levels="gaussian", rounding="stochastic")) == (
+        "int4, block 128, Hadamard, Gaussian levels, stochastic rounding"
+    )
 
 
 @pytest.mark.parametrize(

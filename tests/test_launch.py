@@ -91,8 +91,8 @@ def test_fit_of_the_command_line_trains_over_two_ranks(tmp_path: Path) -> None:
     assert ended.status == 0, ended.output
     for line in (
         "lightning_taco: mesh data_parallel=1, tensor_parallel=2",
-        "lightning_taco: forward: e4m3, block 128, Hadamard (chosen for this device), 8.25 bits a value",
-        "lightning_taco: backward: e4m3, block 128, Hadamard (chosen for this device), 8.25 bits a value",
+        "lightning_taco: forward: int8, block 128, Hadamard, 8.25 bits a value",
+        "lightning_taco: backward: int8, block 128, Hadamard, 8.25 bits a value",
         "axis of at least 16.0 KiB, in training",
         "lightning_taco: first step: 7 of 7 exchanges compressed",
         "lightning_taco: what one rank sent over the tensor-parallel axis",

@@ -61,11 +61,11 @@ def cells(traffic: TrafficCounters) -> list[tuple[str, ...]]:
 # At the start
 
 
-def test_the_default_says_what_is_compressed_on_this_device() -> None:
+def test_the_default_says_what_is_compressed() -> None:
     assert lines(CompressionConfig(), data_parallel=3, tensor_parallel=4) == [
         "mesh data_parallel=3, tensor_parallel=4",
-        "forward: e4m3, block 128, Hadamard (chosen for this device), 8.25 bits a value",
-        "backward: e4m3, block 128, Hadamard (chosen for this device), 8.25 bits a value",
+        "forward: int8, block 128, Hadamard, 8.25 bits a value",
+        "backward: int8, block 128, Hadamard, 8.25 bits a value",
         "compressed are exchanges of intermediate tensors over the tensor_parallel axis of at least 1.0 MiB, "
         "in training",
     ]
@@ -78,10 +78,12 @@ def test_every_line_names_the_package() -> None:
 
 
 def test_automatic_element_is_what_the_ranks_agreed_on() -> None:
-    assert lines(CompressionConfig(), "int8")[1:3] == [
-        "forward: int8, block 128, Hadamard (chosen for this device), 8.25 bits a value",
-        "backward: int8, block 128, Hadamard (chosen for this device), 8.25 bits a value",
-    ]
+    automatic = CodecConfig(element="auto")
+    for element in ("int8", "e4m3"):
+        assert lines(CompressionConfig(forward=automatic, backward=automatic), element)[1:3] == [
+            f"forward: {element}, block 128, Hadamard (chosen for this device), 8.25 bits a value",
+            f"backward: {element}, block 128, Hadamard (chosen for this device), 8.25 bits a value",
+        ]
 
 
 def test_a_chosen_element_is_not_called_chosen_for_the_device() -> None:

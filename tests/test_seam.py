@@ -698,7 +698,7 @@ def test_exclude_and_recipes_by_module_name() -> None:
         config = CompressionConfig(
             min_bytes=0,
             exclude=["blocks.0"],
-            recipes={"head": "int8", "blocks.1.mlp.down": "none", "blocks.*": "taco"},
+            recipes={"head": "balanced", "blocks.1.mlp.down": "none", "blocks.*": "taco"},
         )
         seen: dict[tuple[str, str], str] = {}
         with installed_session(mesh, config, model) as session:
@@ -708,9 +708,9 @@ def test_exclude_and_recipes_by_module_name() -> None:
             train_step(model, make_tokens(), session)
             skipped = {(key.site, key.direction): key.outcome for key in session.traffic.counts}
         assert seen == {
-            ("embedding", "forward"): "e4m3, block 128, Hadamard",
-            ("head", "forward"): "int8, block 128, Hadamard",
-            ("head", "backward"): "int8, block 128, Hadamard",
+            ("embedding", "forward"): "int8, block 128, Hadamard",
+            ("head", "forward"): "int6, block 128, Hadamard, Gaussian levels",
+            ("head", "backward"): "int4, block 128, Hadamard, Gaussian levels",
             ("blocks.1.mlp.up", "backward"): "e4m3, block 128, Hadamard, dual scale",
         }
         assert {place: outcome for place, outcome in skipped.items() if place not in seen} == {

@@ -195,6 +195,7 @@ class ConvergenceStudy:
         captures = [self._graphed(self._step)]
         if chosen.is_stochastic and captures[0].graph is not None:
             captures += [self._graphed(self._step, captures[0]) for _ in range(NUM_STOCHASTIC_CAPTURES - 1)]
+        ratio = self.strategy.compression.compression_ratio  # of training: evaluation sends nothing backward
         evaluate_on = self._graphed(self._evaluate, captures[0])
         self._restore()
         losses, seconds = self._train(captures, self.base_step, self.arguments.steps)
@@ -202,7 +203,7 @@ class ConvergenceStudy:
             "bits": chosen.bits,
             "train_loss": losses,
             "step_ms": 1000 * seconds / self.arguments.steps,
-            "compression_ratio": self.strategy.compression.compression_ratio,
+            "compression_ratio": ratio,
             "validation_on": self._validate(evaluate_on),
         }
         self._set_compression(None)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 BASELINE = "none"
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-COLOURS = {"with the codec": "#0072B2", "the same weights without it": "#D55E00"}
+UNCOMPRESSED_BITS = 16
+COLOUR = "#0072B2"
 
 
 class Row(NamedTuple):
@@ -87,30 +87,31 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row]) -> go.Figure:
-    """Gap in validation loss against mean bits of a value; the uncompressed branch is the line at 0."""
-    rows = [row for row in rows if row.mean_bits < 16]
+    """Gap in training loss, with its standard error, against mean bits; the second uncompressed run is the noise."""
+    noise = [row for row in rows if row.mean_bits == UNCOMPRESSED_BITS and row.name != BASELINE]
+    rows = [row for row in rows if row.mean_bits < UNCOMPRESSED_BITS]
     figure = go.Figure()
-    series = {"with the codec": "validation_gap", "the same weights without it": "weights_gap"}
-    for (label, field), symbol in zip(series.items(), ("circle", "diamond-open"), strict=True):
-        figure.add_scatter(
-            x=[row.mean_bits for row in rows],
-            y=[getattr(row, field) for row in rows],
-            text=[row.name for row in rows] if field == "validation_gap" else None,
-            mode="markers+text" if field == "validation_gap" else "markers",
-            textposition="top center",
-            marker={"symbol": symbol, "size": 9, "color": COLOURS[label]},
-            name=label,
-        )
+    figure.add_scatter(
+        x=[row.mean_bits for row in rows],
+        y=[row.train_gap for row in rows],
+        error_y={"array": [row.standard_error for row in rows], "thickness": 1},
+        text=[row.name for row in rows],
+        mode="markers+text",
+        textposition=["middle right" if place % 2 else "middle left" for place in range(len(rows))],
+        marker={"size": 8, "color": COLOUR},
+    )
     figure.update_layout(
         template="plotly_white",
         width=1000,
         height=600,
         font={"size": 11},
-        xaxis_title="mean bits of a value on the wire, forward and backward",
-        yaxis_title="validation loss against the uncompressed branch, percent",
-        legend={"x": 0.75, "y": 0.98},
+        showlegend=False,
+        xaxis={"title": "mean bits of a value on the wire, forward and backward", "range": [3.7, 9.2]},
+        yaxis_title="training loss against the uncompressed branch, paired by batch, percent",
     )
     figure.add_hline(y=0, line_color="gray")
+    for row in noise:
+        figure.add_hline(y=row.train_gap, line_color="gray", line_dash="dot", annotation_text="uncompressed again")
     return figure
 
 
