@@ -1,4 +1,7 @@
-"""``lightning-taco fit|validate|test|predict|study``: LightningCLI, with the current directory's classes importable."""
+"""``lightning-taco fit|validate|test|predict|study``: LightningCLI, with the current directory's classes importable.
+
+``lightning-taco report`` makes a page of what a run has logged; it builds no Trainer and has a parser of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,18 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 import lightning_taco  # noqa: F401  registers the short name of the strategy
+from lightning_taco.callbacks.run_logger import RunLogger
+from lightning_taco.report import report
 from lightning_taco.study import StudyTrainer, check_studiable
+
+REPORT_HELP = (
+    "`lightning-taco report RUN_DIR` makes a page of what a run has logged; `lightning-taco report --help` lists its "
+    "options."
+)
 
 
 class TacoCLI(LightningCLI):
-    """LightningCLI with the subcommand ``study``.
+    """LightningCLI with the subcommand ``study``, whose ``fit`` leaves a log for ``lightning-taco report``.
 
     It also says how a strategy is to be written, where LightningCLI would only call its name unknown.
     """
@@ -38,6 +48,15 @@ class TacoCLI(LightningCLI):
                 "trainer.strategy.init_args."
             )
 
+    def before_fit(self) -> None:
+        """Add a `RunLogger` that writes beside the first logger; LightningCLI calls this before `fit`.
+
+        With ``logger: false``, which asks for no logs, and where the user has one already, nothing is added.
+        """
+        loggers = self.trainer.loggers
+        if loggers and not any(isinstance(logger, RunLogger) for logger in loggers):
+            self.trainer.loggers = [*loggers, RunLogger.beside(loggers[0], self.trainer.default_root_dir)]
+
     def before_study(self) -> None:
         """Refuse a training that cannot be studied, in a sentence; LightningCLI calls this before `study`."""
         try:
@@ -50,6 +69,7 @@ def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI
     """Parse `args` (those of the process by default) and, with ``run=True``, run the subcommand that they name.
 
     With ``run=False`` there is no subcommand: `args` are a subcommand's options, and the objects are only built.
+    ``report`` is none of these subcommands; see `main`.
 
     Raises:
         SystemExit: for options that cannot be parsed; what is wrong with them is on stderr.
@@ -59,14 +79,22 @@ def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI
     return TacoCLI(
         trainer_class=StudyTrainer,
         save_config_kwargs={"overwrite": True},
+        parser_kwargs={"epilog": REPORT_HELP},
         args=list(args) if args is not None else None,
         run=run,
     )
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    build_cli()
+    """Entry point of the console script.
+
+    Raises:
+        SystemExit: with status 2, for options that cannot be parsed and for a run that cannot be shown.
+    """
+    if sys.argv[1:2] == ["report"]:
+        report(sys.argv[2:])
+    else:
+        build_cli()
 
 
 def _make_current_directory_importable() -> None:

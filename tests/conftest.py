@@ -1,6 +1,7 @@
 """What holds for every test: no device means Triton's interpreter, one thread, one seed, and nothing left behind."""
 
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ torch.set_num_threads(1)
 # Set by torch or CUDA once per process, on first use, and harmless to whoever comes after.
 SET_ONCE = {"CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 NUM_DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
+BROWSER_PROGRAMS = ("chromium", "chromedriver")
 deselected = pytest.StashKey[Counter[str]]()
 
 
@@ -41,6 +43,8 @@ def reason_to_deselect(item: pytest.Item) -> str | None:
     for marker, num_needed in NUM_DEVICES_NEEDED.items():
         if item.get_closest_marker(marker) and num_devices < num_needed:
             return f"marked {marker}: needs {num_needed} CUDA device(s), this machine has {num_devices}"
+    if item.get_closest_marker("browser") and not all(map(shutil.which, BROWSER_PROGRAMS)):
+        return f"marked browser: needs {' and '.join(BROWSER_PROGRAMS)} (Debian: chromium, chromium-driver)"
     if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
         return "marked interpreter: kernels run on this machine's CUDA device, in the tests marked gpu"
     return None

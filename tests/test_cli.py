@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lightning_taco import CodecConfig, CompressionConfig, TacoTPStrategy
-from lightning_taco.cli import build_cli
+from lightning_taco.cli import build_cli, main
 from lightning_taco.config import RECIPES
 from lightning_taco.study import StudySettings, StudyTrainer
 
@@ -226,7 +226,9 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         build_cli(["--help"])
     assert raised.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("fit", "validate", "test", "predict", "study"))
+    assert all(
+        name in text for name in ("fit", "validate", "test", "predict", "study", "lightning-taco report RUN_DIR")
+    )
 
 
 # The study
@@ -321,3 +323,41 @@ def test_console_script_calls_the_same_parser(
     with pytest.raises(SystemExit):
         main()
     assert "max_stepz" in capsys.readouterr().err
+
+
+# The report
+
+
+def test_report_has_a_parser_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-taco", "report", "nowhere"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 2
+    assert "lightning-taco report: error: nowhere does not exist" in capsys.readouterr().err
+
+
+CSV = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
+OWN = "--trainer.logger=[{class_path: lightning_taco.callbacks.RunLogger, init_args: {folder: own}}]"
+QUICK = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
+QUIET = [f"--trainer.{name}=false" for name in ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")]
+
+
+@pytest.mark.parametrize(
+    ("loggers", "logs"),
+    [
+        (CSV, ["logs/lightning_logs/version_0/lightning_taco.jsonl"]),
+        ([OWN], ["own/lightning_taco.jsonl"]),
+        (["--trainer.logger=false"], []),
+    ],
+    ids=["beside", "own", "none"],
+)
+def test_fit_leaves_a_log_from_which_report_makes_the_page(
+    loggers: list[str], logs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_cli(["fit", RUN[0], "--trainer.accelerator=cpu", "--trainer.devices=1", *QUICK, *QUIET, *loggers])
+    found = sorted(path.as_posix() for path in Path().rglob("lightning_taco.jsonl"))
+    assert found == logs
+    for log in logs:
+        monkeypatch.setattr(sys, "argv", ["lightning-taco", "report", str(Path(log).parent)])
+        main()
+        assert "SingleDeviceStrategy" in (Path(log).parent / "report.html").read_text()

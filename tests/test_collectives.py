@@ -463,7 +463,7 @@ ERRORS: tuple[tuple[Callable[[dist.ProcessGroup], Any], type[Exception], str], .
         "leave full_size out for equal shards.",
     ),
     (
-        lambda group: all_reduce(torch.ones(4, 4), CodecConfig(), group),
+        lambda group: all_reduce(torch.ones(4, 4), CodecConfig(element="auto"), group),
         TypeError,
         "the codec's element is still 'auto'; name one with",
     ),

@@ -30,7 +30,7 @@ from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import CompressionSession, bypass, install, is_installed, remove
-from lightning_taco.dtensor.session import sessions_in_scope
+from lightning_taco.dtensor.session import session_in_scope, sessions_in_scope
 from tests.models import (
     EVERYTHING,
     HIDDEN,
@@ -689,6 +689,26 @@ def test_the_output_of_an_excluded_module_may_still_be_on_its_way() -> None:
 
 
 # Settings
+
+
+def test_a_session_is_found_by_another_group_of_the_same_ranks() -> None:
+    """In a second run of one process DTensor may exchange over the first run's group, whose plans it has kept."""
+
+    def body(rank: int) -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        own = [dist.new_group([each]) for each in (0, 1)][rank]
+        session = CompressionSession(CompressionConfig(), second)
+        assert session_in_scope(first) is None
+        with session.scope():
+            assert session_in_scope(second) is session
+            assert session_in_scope(first) is session
+            assert session_in_scope(own) is None
+            other = CompressionSession(CompressionConfig(), first)
+            with other.scope():
+                assert session_in_scope(first) is other
+                assert session_in_scope(second) is session
+
+    run_forked(2, body)
 
 
 def test_exclude_and_recipes_by_module_name() -> None:

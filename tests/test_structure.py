@@ -18,6 +18,7 @@ FLOORS = {
     "config": 0,
     "_compat": 0,
     "codec": 1,
+    "metrics": 1,
     "activations": 2,
     "collectives": 2,
     "dtensor": 3,
@@ -26,6 +27,7 @@ FLOORS = {
     "strategies": 4,
     "fabric": 4,
     "callbacks": 5,
+    "report": 6,
     "study": 6,
     "cli": 7,
     "": 8,  # lightning_taco/__init__.py
@@ -35,13 +37,14 @@ MAY_NOT_KNOW = {
     "_compat": ("lightning",),
     "codec": ("torch.distributed", "lightning"),
     "activations": ("torch.distributed", "lightning"),
+    "metrics": ("torch.distributed", "lightning"),
     "collectives": ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.nn.Module", "lightning"),
     "dtensor": ("lightning",),
     "data_parallel": ("lightning",),
     "pipeline_parallel": ("lightning",),
 }
 # Writes versions down for the reader, and decides nothing by them.
-REPORTS_VERSIONS = {"lightning_taco.study.provenance"}
+REPORTS_VERSIONS = {"lightning_taco.callbacks.run_logger", "lightning_taco.study.provenance"}
 
 
 def part_of(path: Path) -> str:

@@ -280,7 +280,7 @@ def test_every_built_in_codec_is_compared_once() -> None:
 
 
 def test_own_candidates_replace_the_list() -> None:
-    settings = StudySettings(candidates=[CodecConfig(), E4M3, INT4], baselines=False)
+    settings = StudySettings(candidates=[CodecConfig(element="auto"), E4M3, INT4], baselines=False)
     assert [each.name for each in candidates_of(settings, "e4m3")] == [str(E4M3), str(INT4)]
     assert [each.name for each in candidates_of(settings, "int8")] == [str(INT8), str(E4M3), str(INT4)]
 
@@ -669,11 +669,11 @@ def test_study_of_a_training_observes_its_last_steps_and_changes_nothing(
     assert errors == other_errors
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert (found["about"]["first_step"], found["about"]["last_step"]) == (6, 6)
-    assert found["about"]["trained_with"]["forward"] == str(E4M3)
+    assert found["about"]["trained_with"]["forward"] == str(INT8)
     sites = {ErrorKey(each["site"], each["direction"], each["kind"]): each for each in found["sites"]}
     assert set(sites) == {DOWN, UP} == set(errors)
     for key, site in sites.items():  # what the strategy itself measured of the same codec in the same step
-        assert site["codecs"][str(E4M3)]["relative_l2_error"] == pytest.approx(errors[key], rel=1e-6)
+        assert site["codecs"][str(INT8)]["relative_l2_error"] == pytest.approx(errors[key], rel=1e-6)
         assert (site["num_seen"], site["num_observed"], site["shape"]) == (1, 1, [4, 8, 32])
         assert site["cancellation"] > 0
     text = (tmp_path / "study" / "study.md").read_text()

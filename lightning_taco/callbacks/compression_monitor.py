@@ -1,58 +1,170 @@
-"""`CompressionMonitor`: the relative reconstruction error of every site, in whatever logger the user has."""
+"""`CompressionMonitor`: what compression does to the tensors of every site, in whatever logger the user has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_taco.callbacks.logging import log_now
+from lightning_taco.callbacks.host import Host, host_of
+from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
+from lightning_taco.collectives import timing
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
+from lightning_taco.dtensor.exchange_errors import ExchangeError, ExchangeErrors
+from lightning_taco.dtensor.histograms import HistogramSampler, RotationHistograms
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies.compression import Compression
-from lightning_taco.strategies.trainer import TacoTPStrategy
+
+QUANTILES = {"50": 0.5, "90": 0.9, "99": 0.99, "99.9": 0.999, "100": 1.0}
+"""Percent, as in the tags, to share."""
 
 
 class CompressionMonitor(Callback):
-    """Logs, by site, how far decoded tensors lie from the exact ones, and the bytes saved.
+    """Logs, by site, how far decoded tensors and whole exchanges lie from the exact ones, and the bytes saved.
 
-    Tags: ``compression/relative_error/<direction>/<site>/<kind>``, ``compression/nonfinite/<direction>/<site>/<kind>``
-    (NaN and Inf values, only where there are any; the error is infinite there), ``compression/ratio`` and
-    ``compression/worst_relative_error``.
+    Tags, where ``<site>`` is ``<direction>/<module path>/<collective>``, such as
+    ``forward/model.blocks.0.mlp.down/all_reduce``:
+
+    ==================================================  ================================================================
+    ``compression/relative_error/<site>``               of one quantisation: ``||x' - x|| / ||x||``; infinite beside a
+                                                        NaN or an Inf
+    ``compression/decibels/<site>``                     the same as ``20 log10``
+    ``compression/nonfinite/<site>``                    NaN and Inf values, only where there are any
+    ``compression/bytes_saved/<site>``                  of the measured batch, by all ranks of the group together
+    ``compression/collective_error/<site>``             of what the whole exchange gives, against the exact one
+    ``compression/cancellation/<site>``                 ``A = sum_i ||x_i||^2 / ||sum_i x_i||^2`` over ranks, of sums
+    ``compression/message_<q>_before_rotation/<site>``  the magnitude that q percent (50, 90, 99, 99.9, 100) of the
+                                                        values stay within, over their root mean square
+    ``compression/message_<q>_after_rotation/<site>``   the same of the rotated values, which are what is quantised
+    ``compression/worst_relative_error``                of all sites
+    ``compression/ratio``                               bytes that would have been sent over bytes sent, so far
+    ``compression/total_bytes_sent``                    by all ranks of the group together, so far
+    ``compression/total_bytes_saved``                   the same
+    ==================================================  ================================================================
+
+    A TensorBoard logger also gets ``compression/message_before_rotation/<site>`` and ``..._after_rotation/<site>`` as
+    histograms. Values are those of one tensor-parallel group, the first one in the logs. A forward that activation
+    checkpointing computes again is not measured again.
+
+    A Fabric script calls `attach` once after ``fabric.setup_module``, `start_step` before each forward, `end_step`
+    after each optimizer step.
 
     Args:
         every_n_steps: measure and log every how many training batches, whatever ``Trainer(log_every_n_steps)`` is; it
-            replaces the strategy's ``sample_every_n_steps``, so that nothing is measured twice.
+            replaces the strategy's ``sample_every_n_steps``, so that nothing is measured twice. With Fabric, every how
+            many forwards of a module in training mode.
+        num_exact_sites: at how many sites a measured batch repeats the exchange, compressed and exactly, for its error
+            and its cancellation. Sites take turns. 0 for none, ``None`` for all.
+        num_histograms: at how many sites the distribution of messages is logged: those with the largest errors in the
+            first measured batch, which looks at all.
 
     Raises:
         TypeError: at set-up, when the strategy is not `TacoTPStrategy`.
-        ValueError: for `every_n_steps` below 1.
+        ValueError: for `every_n_steps` below 1, or a negative number of sites.
+
+    Cost, of a batch that is measured: an encode and a decode of each message; for each of `num_exact_sites` one
+    exchange more as it is, in fp32 where it adds, and one compressed; one wait for the device. Of other batches: a
+    test for each exchange.
     """
 
-    def __init__(self, every_n_steps: int = 50) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} is not a number of steps; use an integer from 1 up.")
-        self.every_n_steps = every_n_steps
+    def __init__(self, every_n_steps: int = 50, num_exact_sites: int | None = 8, num_histograms: int = 4) -> None:
+        self.every_n_steps = checked_every_n_steps(every_n_steps)
+        self.num_exact_sites = None if num_exact_sites is None else _checked_number("num_exact_sites", num_exact_sites)
+        self.num_histograms = _checked_number("num_histograms", num_histograms)
+        self._host: Host | None = None
+        self._session: CompressionSession | None = None
         self._num_logged_samples = 0
+        self._exchanges: ExchangeErrors | None = None
+        self._histograms: HistogramSampler | None = None
+        self._histogram_sites: list[ErrorKey] | None = None
 
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take over the strategy's sampling."""
-        compression = _compression(trainer)
+    def attach(self, loop: pl.Trainer | Fabric) -> None:
+        """Take over the sampling of the strategy of `loop`, after it has set the model up.
+
+        Raises:
+            TypeError: when the strategy is not `TacoTPStrategy`.
+        """
+        self._host = host_of(loop, type(self).__name__)
+        compression = self._host.compression
         compression.sample_every_n_steps = self.every_n_steps
         self._num_logged_samples = compression.num_samples
+        self._session = compression.session
+        self._exchanges, self._histograms, self._histogram_sites = None, None, None
+        if self._session is not None:
+            self._exchanges = ExchangeErrors(self._session, self.num_exact_sites)
+            self._session.observers.append(self._exchanges)
+            if self.num_histograms:
+                self._histograms = HistogramSampler(self._session)
+                self._session.observers.append(self._histograms)
 
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log a sample that the step has taken; the same on all ranks."""
-        compression = _compression(trainer)
+    def start_step(self, step: int) -> None:
+        """Forget what an interrupted step has left."""
+        for observer in (self._exchanges, self._histograms):
+            if observer is not None:
+                observer.clear()
+
+    def end_step(self, step: int, loss: Any = None) -> None:
+        """Log what the step has measured, if it has; the same on all ranks of a tensor-parallel group."""
+        host, session, exchanges = self._host, self._session, self._exchanges
+        if host is None or session is None or exchanges is None:
+            return
+        compression = host.compression
         if compression.num_samples == self._num_logged_samples:
             return
         self._num_logged_samples = compression.num_samples
-        log_now(trainer, scalars(compression))
+        with timing.aside():
+            self._log_sample(step, host, session, exchanges)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse another strategy before any work is done."""
+        host_of(trainer, type(self).__name__)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """`attach`."""
+        self.attach(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """`start_step`."""
+        self.start_step(current_step(trainer))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """`end_step`."""
+        self.end_step(current_step(trainer))
+
+    def _log_sample(self, step: int, host: Host, session: CompressionSession, exchanges: ExchangeErrors) -> None:
+        values = scalars(host.compression)
+        for key, error in exchanges.read().items():
+            values.update(_exchange_scalars(key, error))
+        values.update(_total_bytes(session, host.strategy.root_device))
+        histograms = self._read_histograms(host.compression)
+        for key, pair in histograms.items():
+            values.update(_quantile_scalars(key, pair))
+        host.log(values, step)
+        for key, pair in histograms.items():
+            host.log_histogram(f"compression/message_before_rotation/{_name(key)}", pair.before, step)
+            if pair.after is not None:
+                host.log_histogram(f"compression/message_after_rotation/{_name(key)}", pair.after, step)
+
+    def _read_histograms(self, compression: Compression) -> dict[ErrorKey, RotationHistograms]:
+        if self._histograms is None:
+            return {}
+        if self._histogram_sites is None:
+            if not compression.errors:
+                return {}  # all is suspended: the first measured batch is yet to come
+            # Agreed errors in the order of exchanges, and a stable sort: the same sites on all ranks.
+            by_error = sorted(compression.errors, key=lambda key: -compression.errors[key].relative_l2_error)
+            self._histogram_sites = by_error[: self.num_histograms]
+            self._histograms.keep(self._histogram_sites)
+        return self._histograms.read(self._histogram_sites)
 
 
 def scalars(compression: Compression) -> dict[str, float]:
@@ -65,19 +177,51 @@ def scalars(compression: Compression) -> dict[str, float]:
     return values
 
 
+def _name(key: ErrorKey) -> str:
+    return f"{key.direction}/{key.site or 'root'}/{key.kind}"
+
+
 def _site_scalars(key: ErrorKey, error: SiteError) -> dict[str, float]:
-    name = f"{key.direction}/{key.site or 'root'}/{key.kind}"
-    values = {f"compression/relative_error/{name}": error.relative_l2_error}
+    name = _name(key)
+    values = {
+        f"compression/relative_error/{name}": error.relative_l2_error,
+        f"compression/decibels/{name}": error.decibels,
+    }
     if error.num_nonfinite:
         values[f"compression/nonfinite/{name}"] = float(error.num_nonfinite)
     return values
 
 
-def _compression(trainer: pl.Trainer) -> Compression:
-    strategy = trainer.strategy
-    if not isinstance(strategy, TacoTPStrategy):
-        raise TypeError(
-            f"CompressionMonitor watches what TacoTPStrategy compresses, but the Trainer's strategy is a "
-            f"{type(strategy).__name__}; use Trainer(strategy=TacoTPStrategy()), or leave the callback out."
-        )
-    return strategy.compression
+def _exchange_scalars(key: ErrorKey, error: ExchangeError) -> dict[str, float]:
+    name = _name(key)
+    values = {f"compression/bytes_saved/{name}": float(error.saved_bytes)}
+    if error.relative_l2_error is not None:
+        values[f"compression/collective_error/{name}"] = error.relative_l2_error
+    if error.cancellation is not None:
+        values[f"compression/cancellation/{name}"] = error.cancellation
+    return values
+
+
+def _quantile_scalars(key: ErrorKey, pair: RotationHistograms) -> dict[str, float]:
+    values = {}
+    for when, histogram in (("before", pair.before), ("after", pair.after)):
+        if histogram is not None:
+            for percent, share in QUANTILES.items():
+                tag = f"compression/message_{percent}_{when}_rotation/{_name(key)}"
+                values[tag] = histogram.magnitude_quantile(share)
+    return values
+
+
+def _total_bytes(session: CompressionSession, device: torch.device) -> dict[str, float]:
+    """Summed over the group, since uneven shards make ranks send different numbers of bytes."""
+    total = session.traffic.total()
+    counts = torch.tensor([total.sent_bytes, total.stock_bytes - total.sent_bytes], dtype=torch.float64).to(device)
+    dist.all_reduce(counts, group=session.group)
+    sent, saved = counts.tolist()
+    return {"compression/total_bytes_sent": sent, "compression/total_bytes_saved": saved}
+
+
+def _checked_number(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r} is not a number of sites; use an integer from 0 up.")
+    return value

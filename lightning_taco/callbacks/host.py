@@ -10,7 +10,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_taco.callbacks.events import Event, EventLogger
-from lightning_taco.callbacks.logging import log_now
+from lightning_taco.callbacks.logging import log_histogram, log_now
+from lightning_taco.dtensor.histograms import Histogram
 from lightning_taco.strategies import fabric as fabric_strategy
 from lightning_taco.strategies import trainer as trainer_strategy
 from lightning_taco.strategies.compression import Compression
@@ -46,6 +47,10 @@ class Host:
             log_now(self.loop, values, step)
         else:
             self.loop.log_dict(dict(values), step=step)
+
+    def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        """Send `histogram` to the loggers that are TensorBoard's; all ranks call it."""
+        log_histogram(self.loop.loggers, name, histogram, step)
 
     def event(self, event: Event) -> None:
         """Tell the user, in one line, and every logger that keeps events; all ranks call it."""

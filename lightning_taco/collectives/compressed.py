@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_taco.codec import decode, decode_sum, encode, requantize
+from lightning_taco import codec as codecs
+from lightning_taco.collectives.timing import timed, timed_transport
 from lightning_taco.collectives.traffic import chunk_values
 from lightning_taco.collectives.transport import ProcessGroupTransport, Transport
 from lightning_taco.config import CodecConfig
@@ -23,6 +24,11 @@ ReduceOp = Literal["sum", "avg"]
 Group = dist.ProcessGroup | Transport
 SEED_RANGE = 1 << 62
 SEED_STEP = 0x1E3779B97F4A7C15  # odd and irregular: the seeds of ranks share no pattern of bits
+
+encode = timed("codec", codecs.encode)
+decode = timed("codec", codecs.decode)
+decode_sum = timed("codec", codecs.decode_sum)
+requantize = timed("codec", codecs.requantize)
 
 
 def all_reduce(tensor: Tensor, codec: CodecConfig, group: Group, *, op: ReduceOp = "sum", seed: int = 0) -> Tensor:
@@ -183,7 +189,7 @@ def all_to_all(
 
 
 def _transport(group: Group) -> Transport:
-    return ProcessGroupTransport(group) if isinstance(group, dist.ProcessGroup) else group
+    return timed_transport(ProcessGroupTransport(group) if isinstance(group, dist.ProcessGroup) else group)
 
 
 def _rank_seed(seed: int, place: int) -> int:

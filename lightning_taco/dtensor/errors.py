@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco.codec import decode, encode
+from lightning_taco.collectives import timing
 from lightning_taco.collectives.traffic import Direction, Kind
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.session import Exchange
+from lightning_taco.dtensor.session import CompressionSession, Exchange
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.metrics.energy import decibels, energy
 
 
 class ErrorKey(NamedTuple):
@@ -43,7 +45,7 @@ class SiteError:
     @property
     def decibels(self) -> float:
         """``20 log10`` of the relative error; minus infinity for none."""
-        return 20 * math.log10(self.relative_l2_error) if self.relative_l2_error > 0 else -math.inf
+        return decibels(self.relative_l2_error)
 
 
 class ReconstructionErrors:
@@ -59,7 +61,8 @@ class ReconstructionErrors:
     def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
         key = ErrorKey(site.name, site.direction, exchange.kind)
-        sums = _squared_sums(exchange.tensor, codec)
+        with timing.aside():
+            sums = _squared_sums(exchange.tensor, codec)
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
     def read(self, group: dist.ProcessGroup) -> dict[ErrorKey, SiteError]:
@@ -76,6 +79,11 @@ class ReconstructionErrors:
         self._sums.clear()
 
 
+def is_sampling(session: CompressionSession) -> bool:
+    """Whether the reconstruction errors of the step that runs are measured. Cost: a look at each observer."""
+    return any(isinstance(observer, ReconstructionErrors) for observer in session.observers)
+
+
 def _squared_sums(tensor: Tensor, codec: CodecConfig) -> Tensor:
     """float64 ``[4]``: squared error, squared norm, non-finite values, values."""
     values = tensor.detach().reshape(1, -1)
@@ -87,17 +95,12 @@ def _squared_sums(tensor: Tensor, codec: CodecConfig) -> Tensor:
     num_nonfinite = values.numel() - torch.isfinite(exact).sum()
     return torch.stack(
         [
-            _energy(error),
-            _energy(known),
+            energy(error),
+            energy(known),
             num_nonfinite.double(),
             torch.full_like(num_nonfinite, values.numel(), dtype=torch.float64),
         ]
     )
-
-
-def _energy(values: Tensor) -> Tensor:
-    """Sum of squares in float64, so that neither 1e-30 nor 1e30 is lost."""
-    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 
 def _site_error(squared_error: float, squared_norm: float, num_nonfinite: float, num_values: float) -> SiteError:

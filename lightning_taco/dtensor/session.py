@@ -28,12 +28,14 @@ from lightning_taco.collectives.traffic import (
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor.channel_order import ChannelOrder, ChannelOrders
 from lightning_taco.dtensor.sites import ModuleSites, Site
+from lightning_taco.dtensor.suspensions import SUSPENDED_PREFIX, SiteKey, Suspensions
 
 logger = logging.getLogger(__name__)
 
 COMPRESSED = "compressed"
 PARAMETER_REASON = "parameter or its gradient"
 REDUCING_KINDS = ("all_reduce", "reduce_scatter")
+CODEC_SETTINGS = ("forward", "backward", "exclude", "recipes")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class CompressionSession:
         observers: called before each compressed exchange with the exchange as it is encoded (channels in their
             calibrated order), its site and its codec; recomputed forwards are left out. They may look at the tensor and
             must not change or synchronise anything.
+        trial_observers: called in the same way before each exchange that is suspended, with the codec that it would
+            have: so a suspended site is measured without harm to the run.
         step: training steps begun; part of the seed of stochastic rounding.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
@@ -106,14 +110,19 @@ class CompressionSession:
     ) -> None:
         self.config = config
         self.group = group
+        self.replicas = replicas
         self.element = element
         self.traffic = TrafficCounters()
         self.sites = ModuleSites()
         self.observers: list[Observer] = []
+        self.trial_observers: list[Observer] = []
         self.step = 0
-        self.channel_orders: ChannelOrders | None = None
-        if any(codec.reshape == "calibrated" for codec in config.codecs):
-            self.channel_orders = ChannelOrders(self.codec_of, group, replicas, inform)
+        self._inform = inform
+        self.channel_orders = self._new_channel_orders()
+        self._suspensions = Suspensions()
+        self._next_settings: tuple[CompressionConfig, Literal["e4m3", "int8"]] | None = None
+        self._opened_with = settings_in_words(config, element)
+        self._saved_orders: tuple[dict[str, str], Mapping[str, Any]] | None = None  # of settings not yet switched to
         self._warn = warn
         self._warnings: set[str] = set()
         self._is_training_forward = False
@@ -141,6 +150,7 @@ class CompressionSession:
         self.sites.detach()
         self._parameter_storages = set()
         self.observers.clear()
+        self.trial_observers.clear()
 
     @contextmanager
     def scope(self, *, is_new_step: bool = False) -> Iterator[None]:
@@ -165,16 +175,57 @@ class CompressionSession:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
         site = self.sites.current()
         codec, outcome = self.choose(exchange, site)
-        self.record(exchange, site, codec, outcome)
+        suspended = None if codec is None else self.suspended_outcome(exchange.kind, site)
+        self.record(exchange, site, codec if suspended is None else None, suspended or outcome)
         if codec is None:
             return stock()
         exchange = replace(exchange, tensor=_compat.waited(exchange.tensor))
-        order = self._channel_order(exchange, site, codec)
+        order = self._channel_order(exchange, site, codec)  # suspended ones too: it is calibrated in the first steps
+        if suspended is not None and not self.trial_observers:
+            return stock()
         if order is not None:
             exchange = replace(exchange, tensor=order.sort(exchange.tensor))
+        if suspended is not None:
+            self.observe_suspended(exchange, site, codec)
+            return stock()
         self.observe(exchange, site, codec)
         result = exchange.run(codec, self.group, self.seed(exchange.kind, site))
         return result if order is None else order.restore(result)
+
+    def suspend(self, owner: str, reasons: Mapping[SiteKey | None, str]) -> None:
+        """Say what `owner` wants sent as it is; it replaces all that it wanted before, and ``{}`` resumes everything.
+
+        It holds from the next training step on, for the whole step. What another owner wants is left alone: an
+        exchange is compressed when no owner wants it suspended. All ranks say the same before the same step.
+
+        Args:
+            owner: who asks, ``"guard"`` or ``"schedule"``; the traffic counters show it with the reason.
+            reasons: why, by site (``(module, direction, kind)``); ``None`` is the key of all sites. Compiled exchanges
+                have no module names: together they are the site ``""`` of each direction and kind.
+        """
+        self._suspensions.want(owner, reasons)
+
+    def suspended_outcome(self, kind: Kind, site: Site) -> str | None:
+        """Who suspended the exchange in this step and why, ``None`` if nobody did."""
+        return self._suspensions.outcome(site.name, site.direction, kind)
+
+    @property
+    def are_all_suspended(self) -> bool:
+        """Whether nothing is compressed in this step, because somebody suspended all sites."""
+        return self._suspensions.are_all_suspended
+
+    def switch(self, config: CompressionConfig, element: Literal["e4m3", "int8"] | None = None) -> None:
+        """Compress by other settings from the next training step on. All ranks say the same before the same step.
+
+        When codecs change, the channel orders of ``reshape="calibrated"`` are looked for anew, in the first steps with
+        the new ones, since another part of the model may ask for them. Graphs of torch.compile follow, except exchanges
+        that the settings at the time of tracing sent as they are: those are the library's own in the graph.
+
+        Args:
+            config: the settings; not empty ones, for which there is `suspend`.
+            element: what ``element="auto"`` means, agreed between ranks; by default what it meant before.
+        """
+        self._next_settings = (config, element or self.element)
 
     def seed(self, kind: Kind, site: Site) -> int:
         """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
@@ -187,8 +238,17 @@ class CompressionSession:
             for observer in self.observers:
                 observer(exchange, site, codec)
 
+    def observe_suspended(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
+        """Show a suspended exchange to the trial observers, unless it repeats one that they have seen."""
+        if not site.is_recompute:
+            for observer in self.trial_observers:
+                observer(exchange, site, codec)
+
     def choose(self, exchange: Exchange, site: Site) -> tuple[CodecConfig | None, str]:
-        """The codec for `exchange`, or ``None`` and the reason. A function of shapes, dtypes and settings only."""
+        """The codec for `exchange`, or ``None`` and the reason. A function of shapes, dtypes and settings only.
+
+        Suspensions are not looked at: what is traced into a graph outlives them.
+        """
         tensor = exchange.tensor
         if tensor.dtype not in VALUE_DTYPES:
             return None, f"dtype {str(tensor.dtype).removeprefix('torch.')}"
@@ -223,7 +283,10 @@ class CompressionSession:
         """Why nothing has been compressed so far, or ``None`` if something has, or nothing could be (one rank)."""
         if self.world_size == 1 or self.traffic.total(outcome=COMPRESSED).num_messages:
             return None
-        reasons = self.traffic.stock_reasons()
+        counts = self.traffic.stock_reasons()
+        reasons = {why: count for why, count in counts.items() if not why.startswith(SUSPENDED_PREFIX)}
+        if counts and not reasons:
+            return None  # somebody has asked for it
         if not reasons:
             return (
                 "DTensor redistributed nothing over the tensor-parallel axis (is the model parallelised with DTensor?)"
@@ -251,25 +314,49 @@ class CompressionSession:
         """
         orders = self.channel_orders
         return {
-            "settings": settings_in_words(self.config, self.element),
+            "settings": self._opened_with,
+            "current_settings": settings_in_words(self.config, self.element),
             "step": self.step,
             "channel_orders": None if orders is None else orders.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` has given, between two steps. Warns when it was given under other settings."""
-        difference = settings_difference(state["settings"], settings_in_words(self.config, self.element))
+        difference = settings_difference(state["settings"], self._opened_with)
         if difference is not None:
             self._warn(f"The checkpoint was written with other compression than is given, which is used: {difference}.")
         self.step = state["step"]
-        if self.channel_orders is not None and state["channel_orders"] is not None:
-            self.channel_orders.load_state_dict(state["channel_orders"])
+        orders, current = state["channel_orders"], state.get("current_settings", state["settings"])
+        if orders is not None and current != state["settings"]:
+            self._saved_orders = (current, orders)  # of settings that a schedule will switch to again
+        elif orders is not None and self.channel_orders is not None:
+            self.channel_orders.load_state_dict(orders)
 
     def _start_step(self) -> None:
         self.step += 1
         self.sites.start_step()
+        self._suspensions.start_step()
+        if self._next_settings is not None:
+            self._apply_settings(*self._next_settings)
+            self._next_settings = None
         if self.channel_orders is not None:
             self.channel_orders.start_step()
+
+    def _apply_settings(self, config: CompressionConfig, element: Literal["e4m3", "int8"]) -> None:
+        before = settings_in_words(self.config, self.element)
+        now = settings_in_words(config, element)
+        self.config, self.element = config, element
+        self._codecs.clear()
+        if any(before[name] != now[name] for name in CODEC_SETTINGS):
+            self.channel_orders = self._new_channel_orders()
+        if self._saved_orders is not None and self._saved_orders[0] == now and self.channel_orders is not None:
+            self.channel_orders.load_state_dict(self._saved_orders[1])
+            self._saved_orders = None
+
+    def _new_channel_orders(self) -> ChannelOrders | None:
+        if not any(codec.reshape == "calibrated" for codec in self.config.codecs):
+            return None
+        return ChannelOrders(self.codec_of, self.group, self.replicas, self._inform)
 
     def _channel_order(self, exchange: Exchange, site: Site, codec: CodecConfig) -> ChannelOrder | None:
         if self.channel_orders is None or codec.reshape == "natural":
@@ -366,4 +453,18 @@ def any_attached() -> bool:
 
 
 def _last_on(group: dist.ProcessGroup, sessions: list[CompressionSession]) -> CompressionSession | None:
-    return next((session for session in reversed(sessions) if session.group == group), None)
+    """The last session on `group`, or else on another group of the same ranks in the same order.
+
+    DTensor keeps redistributions that it has planned once: in a second run of one process it may ask for an exchange
+    over the first run's group.
+    """
+    exact = next((session for session in reversed(sessions) if session.group == group), None)
+    if exact is not None or not sessions:
+        return exact
+    place = _place(group)
+    return next((session for session in reversed(sessions) if _place(session.group) == place), None)
+
+
+def _place(group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
+    """This process's place in `group`, and the ranks of it: what tells groups of ranks that are threads apart, too."""
+    return group.rank(), tuple(dist.get_process_group_ranks(group))

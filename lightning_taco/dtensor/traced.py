@@ -1,16 +1,18 @@
 """The exchange as a registered custom op, for graphs that torch.compile makes of it.
 
-While a graph is traced the tensors are fakes, so the codec is chosen then, and what lands in the graph is one op with
-plain arguments: the exchange, the group's name, the direction and the codec. When the graph runs, the op compresses and
-counts if a session is in scope, and takes the stock path otherwise, like the eager path. Module names are not known
-while tracing, so settings that go by them (`exclude`, `recipes`) leave a compiled exchange as it is, and channels keep
-their natural order, as the calibrated one is that of a module.
+While a graph is traced, the session in scope decides from shapes, dtypes and settings whether the exchange is one to
+compress; what lands in the graph then is one op with plain arguments: the exchange, the group's name and the direction.
+When the graph runs, the op asks the session that is in scope, like the eager path: so other settings between two steps,
+and suspensions, hold for graphs that exist. Without a session it takes the stock path.
+
+Module names are not known in a graph, so settings that go by them (`exclude`, `recipes`) leave a compiled exchange as
+it is, channels keep their natural order, as the calibrated one is that of a module, and to suspensions all compiled
+exchanges of one direction and kind are one site, of the name ``""``.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from lightning_taco import _compat
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.session import COMPRESSED, CompressionSession, Exchange, session_in_scope
+from lightning_taco.dtensor.session import CompressionSession, Exchange, session_in_scope
 from lightning_taco.dtensor.sites import Site
+
+BY_NAME_REASON = "compiled: settings go by module names, which are not known"
 
 
 def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | None:
@@ -36,7 +40,6 @@ def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | 
         session.warn_once(
             "reshape='calibrated' is not available under torch.compile: compiled exchanges go in natural channel order."
         )
-        codec = replace(codec, reshape="natural")
     return exchange_op(
         exchange.tensor.contiguous(),
         exchange.kind,
@@ -46,7 +49,6 @@ def trace_exchange(exchange: Exchange, session: CompressionSession) -> Tensor | 
         session.group.group_name,
         session.world_size,
         site.direction,
-        json.dumps(asdict(codec)),
     )
 
 
@@ -60,18 +62,27 @@ def exchange_op(
     group_name: str,
     world_size: int,
     direction: str,
-    codec: str,
 ) -> Tensor:
-    """Run the exchange and count it."""
+    """Run the exchange by the settings of the session in scope, and count it."""
     group = _compat.resolve_group(group_name)
     session = session_in_scope(group)
     if session is None:
         return _compat.stock_exchange(tensor, kind, op, dim, scatter_dim, group)
     exchange = Exchange(kind=kind, tensor=tensor, op=op, dim=dim, scatter_dim=scatter_dim)  # type: ignore[arg-type]
-    site, settings = Site("", direction, False), _codec(codec)  # type: ignore[arg-type]
-    session.record(exchange, site, settings, COMPRESSED)
-    session.observe(exchange, site, settings)
-    return exchange.run(settings, group, session.seed(exchange.kind, site))
+    site = Site("", direction, False)  # type: ignore[arg-type]
+    codec, outcome = session.choose(exchange, site)
+    if codec is not None and session.config.goes_by_module_name:
+        codec, outcome = None, BY_NAME_REASON
+    suspended = None if codec is None else session.suspended_outcome(exchange.kind, site)
+    session.record(exchange, site, codec if suspended is None else None, suspended or outcome)
+    if codec is None:
+        return _compat.stock_exchange(tensor, kind, op, dim, scatter_dim, group)
+    codec = _in_natural_order(codec)
+    if suspended is not None:
+        session.observe_suspended(exchange, site, codec)
+        return _compat.stock_exchange(tensor, kind, op, dim, scatter_dim, group)
+    session.observe(exchange, site, codec)
+    return exchange.run(codec, group, session.seed(exchange.kind, site))
 
 
 @exchange_op.register_fake
@@ -84,7 +95,6 @@ def _(
     group_name: str,
     world_size: int,
     direction: str,
-    codec: str,
 ) -> Tensor:
     shape = list(tensor.shape)
     if kind == "reduce_scatter":
@@ -98,5 +108,5 @@ def _(
 
 
 @lru_cache(maxsize=64)
-def _codec(text: str) -> CodecConfig:
-    return CodecConfig(**json.loads(text))
+def _in_natural_order(codec: CodecConfig) -> CodecConfig:
+    return replace(codec, reshape="natural")

@@ -40,6 +40,7 @@ class Compression:
         errors: the reconstruction errors read last, by site; the same on all ranks.
         num_samples: how often they have been read.
         group: the ranks of the tensor-parallel axis, once a module is set up.
+        device: where the exchanges of this rank run, once a module is set up.
     """
 
     def __init__(self, config: CompressionConfig | None, sample_every_n_steps: int) -> None:
@@ -50,7 +51,9 @@ class Compression:
         self.errors: dict[ErrorKey, SiteError] = {}
         self.num_samples = 0
         self.group: dist.ProcessGroup | None = None
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
+        self._mesh: DeviceMesh | None = None
+        self._element: Literal["e4m3", "int8"] | None = None
         self._handles: list[RemovableHandle] = []
         self._plan_problem: str | None = None
         self._sampler = ReconstructionErrors()
@@ -93,6 +96,28 @@ class Compression:
             self.session = None
             dtensor.remove()
 
+    def switch(self, config: CompressionConfig) -> None:
+        """Compress by other settings from the next training step on, and say so in the lines of the start.
+
+        All ranks call it, before the same step; nothing happens when compression is off. See
+        `CompressionSession.switch`.
+
+        Raises:
+            ValueError: for settings that compress nothing; ``session.suspend`` is for that.
+        """
+        if self.session is None:
+            return
+        if config.is_empty:
+            raise ValueError(
+                f"{config} compresses nothing, so there is nothing to switch to; suspend compression instead, or give "
+                "a forward or backward codec."
+            )
+        assert self._mesh is not None
+        element = self._element_for(config)
+        for line in report.start_lines(config, element, self._mesh)[1:]:  # without the mesh
+            rank_zero_info(line)
+        self.session.switch(config, element)
+
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of the compression; ``None`` when it is off. All ranks call it.
 
@@ -120,15 +145,13 @@ class Compression:
         rank_agreement.check_same_batch(batch, self.group)
         if module is not None and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()):
             try:
-                rank_agreement.check_rng_agrees(self.group, self._device)
+                rank_agreement.check_rng_agrees(self.group, self.device)
             except ValueError as error:
                 rank_zero_warn(str(error))
 
     def _open_session(self, group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
-        self.group, self._device = group, device
-        element: Literal["e4m3", "int8"] = "e4m3"
-        if self.config is not None and self.config.uses_auto_element:
-            element = agree_on_element(group, device)
+        self.group, self.device, self._mesh, self._element = group, device, mesh, None
+        element = "e4m3" if self.config is None else self._element_for(self.config)
         for line in report.start_lines(self.config, element, mesh):
             rank_zero_info(line)
         if self.config is None or self.config.is_empty:
@@ -150,9 +173,17 @@ class Compression:
         self.traffic = self.session.traffic
         self._is_first_step_reported = False
 
+    def _element_for(self, config: CompressionConfig) -> Literal["e4m3", "int8"]:
+        """What ``element="auto"`` means on the ranks of the group: agreed once, when settings first ask for it."""
+        if self._element is None and config.uses_auto_element:
+            assert self.group is not None
+            assert self.device is not None
+            self._element = agree_on_element(self.group, self.device)
+        return self._element or "e4m3"
+
     def forward_scope(self, *, is_training: bool) -> AbstractContextManager[None]:
         """Around a step's forward."""
-        if self.session is None or self.config is None or not (is_training or self.config.during_validation):
+        if self.session is None or not (is_training or self.session.config.during_validation):
             return nullcontext()
         return self._training_forward() if is_training else self.session.scope()
 
@@ -198,7 +229,7 @@ class Compression:
             session.observers.remove(self._sampler)
             self.errors = self._sampler.read(session.group)
             self.num_samples += 1
-        if not self._is_first_step_reported:
+        if not self._is_first_step_reported and not session.are_all_suspended:
             self._is_first_step_reported = True
             self._report_first_step(session)
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_taco import _compat
 from lightning_taco.codec import MessageLayout, decode, encode
 from lightning_taco.config import BITS_PER_CODE, GAUSSIAN_ELEMENTS, CodecConfig
-from lightning_taco.dtensor.session import REDUCING_KINDS, Exchange
+from lightning_taco.dtensor.exact import exact_exchange
+from lightning_taco.dtensor.session import Exchange
 from lightning_taco.study.baselines import BASELINES, Baseline, Reconstruction
 from lightning_taco.study.settings import StudySettings
 
@@ -139,29 +139,3 @@ def built_in_codecs() -> list[CodecConfig]:
         *codecs("e4m3", "int8", "int4", block_size=32),
         *codecs("e4m3", "int8", "int4", block_size=512),
     ]
-
-
-def exact_exchange(exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
-    """The exchange of an fp32 tensor without compression, sums in fp32; all ranks of `group` call it."""
-    if exchange.kind not in REDUCING_KINDS:
-        return _compat.stock_exchange(
-            exchange.tensor.contiguous(), exchange.kind, exchange.op, exchange.dim, exchange.scatter_dim, group
-        )
-    return share_of_sum(exchange, exact_sum(exchange.tensor, group), group)
-
-
-def exact_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `tensor` over the ranks of `group`, a new tensor."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def share_of_sum(exchange: Exchange, total: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What a rank holds after a reducing `exchange` whose sum is `total`."""
-    if exchange.op == "avg":
-        total = total / group.size()
-    if exchange.kind == "all_reduce":
-        return total
-    shards = total.chunk(group.size(), exchange.dim)
-    return shards[group.rank()] if group.rank() < len(shards) else total.narrow(exchange.dim, 0, 0)

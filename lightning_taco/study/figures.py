@@ -14,6 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# `as`: they are part of what this module gives to the others of the study.
+from lightning_taco.metrics.energy import decibels as decibels
+from lightning_taco.metrics.energy import energy
+from lightning_taco.metrics.energy import ratio as ratio
+
 
 class MessageSums(NamedTuple):
     """Sums of messages alone, the same for all codecs. All but the counts are energies, sums of squares."""
@@ -100,11 +105,6 @@ class Message:
         magnitudes = values.abs()
         border = magnitudes.kthvalue(max(1, values.numel() // 2)).values
         return Message(values, values / rms, rms, magnitudes <= border)
-
-
-def energy(values: Tensor) -> Tensor:
-    """Sum of squares, float64, 0-dim."""
-    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 
 def message_sums(message: Message, result: Tensor, reduced_energy: Tensor | float) -> Tensor:
@@ -210,18 +210,6 @@ def cancellation(messages: MessageSums) -> float | None:
     if messages.reduced_energy == 0:
         return None
     return messages.energy / messages.reduced_energy
-
-
-def decibels(relative_error: float) -> float:
-    """``20 log10`` of a relative error; minus infinity for none."""
-    return -math.inf if relative_error == 0 else 20 * math.log10(relative_error)
-
-
-def ratio(part: float, whole: float) -> float:
-    """`part` over `whole`; 0 for 0 over 0, and infinite for anything else over 0."""
-    if whole == 0:
-        return 0.0 if part == 0 else math.inf
-    return part / whole
 
 
 def _vector(sums: type[MessageSums] | type[CodecSums], device: torch.device, **values: Tensor | float) -> Tensor:

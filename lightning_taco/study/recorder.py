@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lightning_taco.config import CodecConfig
 from lightning_taco.dtensor.errors import ErrorKey
+from lightning_taco.dtensor.exact import exact_exchange, exact_sum, share_of_sum
 from lightning_taco.dtensor.session import REDUCING_KINDS, Exchange
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.metrics.energy import energy
 from lightning_taco.study import figures
-from lightning_taco.study.candidates import Candidate, exact_exchange, exact_sum, share_of_sum
+from lightning_taco.study.candidates import Candidate
 from lightning_taco.study.figures import CodecSums, Message, MessageSums
 
 NUM_COLUMNS = max(len(MessageSums._fields), len(CodecSums._fields))
@@ -143,7 +145,7 @@ class MessageRecorder:
             return exact_exchange(exchange, self.group), 0.0
         total = exact_sum(exchange.tensor, self.group)
         # Every rank holds all of the sum, and the ranks' energies are added up in the end.
-        reduced_energy = figures.energy(total) / self.group.size()
+        reduced_energy = energy(total) / self.group.size()
         return share_of_sum(exchange, total, self.group), reduced_energy
 
     def _is_finite_everywhere(self, tensor: Tensor, result: Tensor) -> Tensor:
