@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def reason_to_deselect(item: pytest.Item) -> str | None:
     if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
         return "marked interpreter: kernels run on this machine's CUDA device, in the tests marked gpu"
     return None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several workers, which have no terminal
+        session.config.workeroutput["deselected"] = dict(session.config.stash[deselected])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker has left out; each of them leaves out the same."""
+    node.config.stash[deselected] = Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

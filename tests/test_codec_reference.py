@@ -705,7 +705,7 @@ AUTO_TEXT = "the codec's element is still 'auto'; name one with codec.resolved('
 @pytest.mark.parametrize(
     ("values", "codec", "error", "text"),
     [
-        (torch.ones(1, 8), CodecConfig(), TypeError, AUTO_TEXT),
+        (torch.ones(1, 8), CodecConfig(element="auto"), TypeError, AUTO_TEXT),
         (
             torch.ones(1, 8, dtype=torch.float64),
             CodecConfig(element="int8"),
@@ -765,7 +765,7 @@ def test_readers_refuse_messages_of_another_size(reader: str) -> None:
 def test_readers_refuse_an_unresolved_element(reader: str) -> None:
     messages = encode(torch.ones(2, 300), CodecConfig(element="int8"))
     with pytest.raises(TypeError, match=re.escape(AUTO_TEXT)):
-        READERS[reader](messages, CodecConfig(), 300)
+        READERS[reader](messages, CodecConfig(element="auto"), 300)
 
 
 def test_messages_are_bytes_that_any_transport_takes() -> None:
