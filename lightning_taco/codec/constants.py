@@ -9,7 +9,10 @@ from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half
 from lightning_taco.codec.layout import alpha_bytes, low_bits
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
-VALUES_PER_PROGRAM = 4096
+THREADS_PER_PROGRAM = 64
+MAX_PARTS = 16
+MIN_PARTS = 8
+"""An eighth of a block is the smallest part that a byte of a plane can hold a bit of."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +44,11 @@ class KernelConstants:
     alpha_bytes: int
     """Bytes that a block has behind its scale."""
     block_size: int
-    log2_block_size: int
+    parts: int
+    """Tensors that a tile is held in: tensor j has values j * width to (j + 1) * width of each block."""
+    log2_parts: int
+    width: int
+    log2_width: int
     tile: int
     """Blocks of one program."""
 
@@ -49,6 +56,8 @@ class KernelConstants:
     @lru_cache(maxsize=256)
     def of(codec: CodecConfig, is_native_fp8: bool) -> KernelConstants:
         """The constants of `codec`, whose element is resolved."""
+        parts = max(MIN_PARTS, min(MAX_PARTS, codec.block_size // MIN_PARTS))
+        width = codec.block_size // parts
         bits, form = BITS_PER_CODE[codec.element], FLOAT_FORMATS.get(codec.element)
         return KernelConstants(
             element=codec.element,
@@ -70,10 +79,18 @@ class KernelConstants:
             low_plane_bytes=codec.block_size * low_bits(codec.element) // 8,
             alpha_bytes=alpha_bytes(codec),
             block_size=codec.block_size,
-            log2_block_size=codec.block_size.bit_length() - 1,
-            tile=VALUES_PER_PROGRAM // codec.block_size,
+            parts=parts,
+            log2_parts=parts.bit_length() - 1,
+            width=width,
+            log2_width=width.bit_length() - 1,
+            tile=min(THREADS_PER_PROGRAM, THREADS_PER_PROGRAM * _max_values_per_thread(codec) // codec.block_size),
         )
 
     def __repr__(self) -> str:
         """All fields, in letters that a symbol of a compiled kernel may have."""
         return "_".join(str(value).replace(".", "p") for value in vars(self).values())
+
+
+def _max_values_per_thread(codec: CodecConfig) -> int:
+    """What fits into the registers of one thread, beside what the mode works with."""
+    return 64 if codec.scale_mode == "fine" else 128

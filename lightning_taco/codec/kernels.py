@@ -9,6 +9,10 @@ A program owns a tile of blocks of one message. Example: 300 values, block 128, 
 (0, 1) reads values 300..599 as blocks [300..427], [428..555], [556..599 and zeros], and writes 3 * 128 codes and
 3 scales to the second message.
 
+A tile is held as a tuple of up to 16 parts: part j has values j * width to (j + 1) * width of each of its blocks, and
+up to block 128 each thread has a whole block. Rotation, largest value and packing then need neither shared memory nor
+exchange between threads, which is what they cost when a tile is one tensor.
+
 Offsets are 64-bit: a tensor may hold more than 2^31 values.
 """
 
@@ -24,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.codec.constants import KernelConstants
-from lightning_taco.codec.kernels_numbers import from_code, hadamard, pairwise_sum, random_bits, to_code
+from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
+from lightning_taco.codec.kernels_numbers import from_code, hadamard, random_bits, scaled, sum_of_squares, to_code
 from lightning_taco.codec.kernels_planes import load_codes, store_codes
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.reference import (
@@ -50,7 +54,6 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _FINE_LOWEST, _FINE_HIGHEST = tl.constexpr(FINE_LOWEST), tl.constexpr(FINE_HIGHEST)
 _SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
 _SUB_BLOCK = tl.constexpr(SUB_BLOCK_SIZE)
-_LOG2_SUB_BLOCK = tl.constexpr(SUB_BLOCK_SIZE.bit_length() - 1)
 
 
 @triton.jit
@@ -90,11 +93,9 @@ def _alpha_pointers(message, blocks, num_blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _factor_pointers(message, blocks, num_blocks, C: tl.constexpr):
-    """uint8 pointers [tile, sub-blocks]."""
-    PER_BLOCK: tl.constexpr = C.block_size // _SUB_BLOCK
-    offsets = blocks[:, None] * PER_BLOCK + tl.arange(0, PER_BLOCK)[None, :]
-    return message + _alpha_offset(num_blocks, C) + offsets
+def _factor_pointers(message, blocks, num_blocks, SUB_BLOCK: tl.constexpr, C: tl.constexpr):
+    """uint8 pointers [tile, 1] to the factors of sub-block number SUB_BLOCK of each block."""
+    return message + _alpha_offset(num_blocks, C) + blocks[:, None] * (C.block_size // _SUB_BLOCK) + SUB_BLOCK
 
 
 @triton.jit
@@ -104,40 +105,52 @@ def _alpha(mean_energy, C: tl.constexpr):
 
 
 @triton.jit
-def _largest_bits(values):
-    """[tile, n] -> the largest magnitude of each row, as bits: they order like the floats, NaN and Inf above all."""
-    return tl.max(values.to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+def _largest_bits(parts, C: tl.constexpr):
+    """The largest magnitude of each block, as bits: they order like the floats, NaN and Inf above all. int32 [tile]."""
+    PARTS: tl.constexpr = C.parts
+    largest = parts[0].to(tl.int32, bitcast=True) & _ABS_MASK
+    for part in tl.static_range(1, PARTS):
+        largest = tl.maximum(largest, parts[part].to(tl.int32, bitcast=True) & _ABS_MASK)
+    return tl.max(largest, axis=1)
 
 
 @triton.jit
-def _equalize(values, C: tl.constexpr):
-    """[tile, block] -> with sub-blocks of one energy; bits of their factors [tile, sub-blocks]; exponents [tile]."""
-    PER_BLOCK: tl.constexpr = C.block_size // _SUB_BLOCK
-    exponent = tl.minimum(_largest_bits(values) >> 23, 253)
-    values = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    sub_blocks = tl.reshape(values, (C.tile * PER_BLOCK, _SUB_BLOCK))
-    energy = pairwise_sum(sub_blocks * sub_blocks, C.tile * PER_BLOCK, _SUB_BLOCK, _LOG2_SUB_BLOCK)
-    root = tl.sqrt_rn(energy * (1.0 / _SUB_BLOCK))
-    bits = (root.to(tl.int32, bitcast=True) & _ABS_MASK) >> 20
-    bits = tl.minimum(tl.maximum(bits, _FINE_LOWEST), _FINE_HIGHEST - 1)
-    factors = (bits << 20).to(tl.float32, bitcast=True)
-    sub_blocks = sub_blocks * tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)
-    values = tl.reshape(sub_blocks, (C.tile, C.block_size))
-    values = tl.where((exponent >= _SMALLEST_EXPONENT)[:, None], values, 0.0)
-    return values, tl.reshape(bits, (C.tile, PER_BLOCK)), exponent
+def _equalize(parts, C: tl.constexpr):
+    """Parts with sub-blocks of one energy; the bits of their factors, a tuple of int32 [tile, 1]; exponents [tile]."""
+    SUB_BLOCKS: tl.constexpr = C.block_size // _SUB_BLOCK
+    PARTS_PER_SUB_BLOCK: tl.constexpr = _SUB_BLOCK // C.width
+    exponent = tl.minimum(_largest_bits(parts, C) >> 23, 253)
+    parts = scaled(parts, ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None], C)
+    usable = (exponent >= _SMALLEST_EXPONENT)[:, None]
+    equalized, factor_bits = (), ()
+    for sub_block in tl.static_range(SUB_BLOCKS):
+        energy = sum_of_squares(parts, sub_block * PARTS_PER_SUB_BLOCK, PARTS_PER_SUB_BLOCK, C)
+        root = tl.sqrt_rn(energy * (1.0 / _SUB_BLOCK))
+        bits = (root.to(tl.int32, bitcast=True) & _ABS_MASK) >> 20
+        bits = tl.minimum(tl.maximum(bits, _FINE_LOWEST), _FINE_HIGHEST - 1)
+        factor = (bits << 20).to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
+        for part in tl.static_range(PARTS_PER_SUB_BLOCK):
+            values = parts[sub_block * PARTS_PER_SUB_BLOCK + part] * inverse
+            equalized = equalized + (tl.where(usable, values, 0.0),)
+        factor_bits = factor_bits + (bits,)
+    return equalized, factor_bits, exponent
 
 
 @triton.jit
-def _largest_bits_of_each_sign(values):
-    """[tile, n] -> the largest positive and the largest negative magnitude of each row, as bits; 0 where there is none.
-
-    By integers that order like the floats, since integers are reduced across lanes by one instruction.
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & _ABS_MASK)
-    positive = tl.maximum(tl.max(ordered, axis=1), 0)
-    lowest = tl.minimum(tl.min(ordered, axis=1), -1)  # -1 is minus zero
-    return positive, (lowest ^ _ABS_MASK) & _ABS_MASK
+def _largest_bits_of_each_sign(parts, C: tl.constexpr):
+    """The largest positive and the largest negative magnitude of each block, as bits [tile]; 0 where there is none."""
+    PARTS: tl.constexpr = C.parts
+    bits = parts[0].to(tl.int32, bitcast=True)
+    highest = bits ^ ((bits >> 31) & _ABS_MASK)  # orders like the floats
+    lowest = highest
+    for part in tl.static_range(1, PARTS):
+        bits = parts[part].to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & _ABS_MASK)
+        highest, lowest = tl.maximum(highest, ordered), tl.minimum(lowest, ordered)
+    positive = tl.maximum(tl.max(highest, axis=1), 0)
+    negative = tl.minimum(tl.min(lowest, axis=1), -1)  # -1 is minus zero
+    return positive, (negative ^ _ABS_MASK) & _ABS_MASK
 
 
 @triton.jit
@@ -153,13 +166,13 @@ def _gaussian_scale_and_inverse(positive, negative, C: tl.constexpr):
 
 
 @triton.jit
-def _scales(values, C: tl.constexpr):
-    """[tile, block] -> what multiplies to quantise, what multiplies to recover, is it finite, is it not all zero."""
+def _scales(parts, C: tl.constexpr):
+    """What multiplies to quantise, what multiplies to recover, is it finite, is it not all zero."""
     if C.is_gaussian:
-        positive_bits, negative_bits = _largest_bits_of_each_sign(values)
+        positive_bits, negative_bits = _largest_bits_of_each_sign(parts, C)
         amax_bits = tl.maximum(positive_bits, negative_bits)
     else:
-        amax_bits = _largest_bits(values)
+        amax_bits = _largest_bits(parts, C)
     finite = amax_bits < _INF_BITS
     amax = amax_bits.to(tl.float32, bitcast=True)
     usable = finite & (amax >= _SMALLEST_AMAX)
@@ -177,7 +190,7 @@ def _scales(values, C: tl.constexpr):
 
 @triton.jit
 def _store_message(
-    values,  # fp32 [tile, block], already in the domain that is quantised
+    parts,  # fp32 [tile, width] each, already in the domain that is quantised
     alpha,  # fp32 [tile, 1]; dual mode only
     power,  # fp32 [tile]: what the scale is multiplied by; fine mode only
     message,  # uint8 pointer to the start of the message
@@ -188,14 +201,18 @@ def _store_message(
     seed_high,
     C: tl.constexpr,
 ):
-    scale, scale_inv, finite, usable = _scales(values, C)
-    quantized = tl.where(usable[:, None], values * scale[:, None], 0.0)
+    PARTS: tl.constexpr = C.parts
+    scale, scale_inv, finite, usable = _scales(parts, C)
     valid = blocks < num_blocks
-    noise = tl.full([C.tile, C.block_size], 0, tl.uint32)
-    if C.is_stochastic:
-        index = (first_block + blocks)[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
-        noise = random_bits(index, seed_low, seed_high)
-    store_codes(message, to_code(quantized, noise, C), blocks, valid, num_blocks, C)
+    codes = ()
+    for part in tl.static_range(PARTS):
+        quantized = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
+        noise = tl.full([C.tile, C.width], 0, tl.uint32)
+        if C.is_stochastic:
+            index = (first_block + blocks)[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
+            noise = random_bits(index, seed_low, seed_high)
+        codes = codes + (to_code(quantized, noise, C),)
+    store_codes(message, codes, blocks, valid, num_blocks, C)
     if C.is_fine:
         # Chosen anew: of a product with NaN devices make NaNs of other bits.
         scale_inv = tl.where(finite, scale_inv * power, float("nan"))
@@ -206,68 +223,83 @@ def _store_message(
 
 
 @triton.jit
-def _store_fine_message(values, message, blocks, first_block, num_blocks, seed_low, seed_high, C: tl.constexpr):
-    """Equalise and rotate the values [tile, block] as they are to be sent, and store them."""
-    equalized, factor_bits, exponent = _equalize(values, C)
-    rotated = hadamard(equalized * (1.0 / C.block_size), C.tile, C.block_size, C.log2_block_size)
+def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_low, seed_high, C: tl.constexpr):
+    """Equalise and rotate the values as they are to be sent, and store them."""
+    SUB_BLOCKS: tl.constexpr = C.block_size // _SUB_BLOCK
+    equalized, factor_bits, exponent = _equalize(parts, C)
+    rotated = hadamard(scaled(equalized, 1.0 / C.block_size, C), C)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     power = (exponent << 23).to(tl.float32, bitcast=True)
     _store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
-    pointers = _factor_pointers(message, blocks, num_blocks, C)
-    tl.store(pointers, (factor_bits - _FINE_LOWEST).to(tl.uint8), mask=(blocks < num_blocks)[:, None])
+    for sub_block in tl.static_range(SUB_BLOCKS):
+        pointers = _factor_pointers(message, blocks, num_blocks, sub_block, C)
+        factor = (factor_bits[sub_block] - _FINE_LOWEST).to(tl.uint8)
+        tl.store(pointers, factor, mask=(blocks < num_blocks)[:, None])
 
 
 @triton.jit
 def _load(message, blocks, num_blocks, C: tl.constexpr):
-    """The tile's values, fp32 [tile, block], as they may be added: still rotated, or at their place in fine mode."""
+    """The tile's values, parts of fp32 [tile, width], as they may be added: rotated, or at their place in fine mode."""
+    PARTS: tl.constexpr = C.parts
     valid = blocks < num_blocks
     codes = load_codes(message, blocks, valid, num_blocks, C)
     scale_inv = tl.load(_scale_pointers(message, blocks, num_blocks, C), mask=valid, other=0.0)
     if C.is_dual:
         alpha = tl.load(_alpha_pointers(message, blocks, num_blocks, C), mask=valid, other=1.0)
         scale_inv = tl.div_rn(scale_inv, alpha)
-    values = from_code(codes, C) * scale_inv[:, None]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (from_code(codes[part], C) * scale_inv[:, None],)
     if C.is_fine:
-        pointers = _factor_pointers(message, blocks, num_blocks, C)
-        bits = tl.load(pointers, mask=valid[:, None], other=0).to(tl.int32) + _FINE_LOWEST
-        factors = tl.reshape((bits << 20).to(tl.float32, bitcast=True), (C.tile * (C.block_size // _SUB_BLOCK), 1))
-        values = hadamard(values, C.tile, C.block_size, C.log2_block_size)
-        sub_blocks = tl.reshape(values, (C.tile * (C.block_size // _SUB_BLOCK), _SUB_BLOCK))
-        values = tl.reshape(sub_blocks * factors, (C.tile, C.block_size))
-    return values
+        rotated = hadamard(parts, C)
+        parts = ()
+        for part in tl.static_range(PARTS):
+            pointers = _factor_pointers(message, blocks, num_blocks, part * C.width // _SUB_BLOCK, C)
+            bits = tl.load(pointers, mask=valid[:, None], other=0).to(tl.int32) + _FINE_LOWEST
+            parts = parts + (rotated[part] * (bits << 20).to(tl.float32, bitcast=True),)
+    return parts
 
 
 @triton.jit
 def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
+    PARTS: tl.constexpr = C.parts
     total = _load(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         messages += _message_bytes(num_blocks, C)
-        total += _load(messages, blocks, num_blocks, C)
+        addend = _load(messages, blocks, num_blocks, C)
+        added = ()
+        for part in tl.static_range(PARTS):
+            added = added + (total[part] + addend[part],)
+        total = added
     if AVERAGE:
-        total = total * factor
+        total = scaled(total, factor, C)
     return total
 
 
 @triton.jit
 def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, seed_high, C: tl.constexpr):
     """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): tile i of row r."""
+    PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
-    values = tl.load(values_ptr + row * row_stride + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        place = offsets + part * C.width
+        values = tl.load(values_ptr + row * row_stride + place, mask=place < num_values, other=0.0)
+        parts = parts + (values.to(tl.float32),)
     message = messages_ptr + row * _message_bytes(num_blocks, C)
     if C.is_fine:
-        _store_fine_message(values, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+        _store_fine_message(parts, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
     else:
         alpha = tl.full([C.tile, 1], 1.0, tl.float32)
         if C.is_dual:
-            energy = pairwise_sum(values * values, C.tile, C.block_size, C.log2_block_size)
-            alpha = _alpha(energy * (1.0 / C.block_size), C)
-            values = values * alpha
+            alpha = _alpha(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)
+            parts = scaled(parts, alpha, C)
         if C.is_rotated:
-            values = hadamard(values * (1.0 / C.block_size), C.tile, C.block_size, C.log2_block_size)
-        _store_message(values, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+            parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+        _store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
 
 
 @triton.jit
@@ -282,16 +314,19 @@ def decode_kernel(
     C: tl.constexpr,
 ):
     """Row r of messages (the sum of NUM_SOURCES consecutive ones) -> row r of values [R, num_values]."""
+    PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
     messages = messages_ptr + row * NUM_SOURCES * _message_bytes(num_blocks, C)
     total = _sum(messages, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
-        total = hadamard(total, C.tile, C.block_size, C.log2_block_size)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
-    out = values_ptr + row * row_stride + offsets
-    tl.store(out, total.to(values_ptr.dtype.element_ty), mask=offsets < num_values)
+        total = hadamard(total, C)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
+    for part in tl.static_range(PARTS):
+        place = offsets + part * C.width
+        out = values_ptr + row * row_stride + place
+        tl.store(out, total[part].to(values_ptr.dtype.element_ty), mask=place < num_values)
 
 
 @triton.jit
@@ -315,8 +350,8 @@ def requantize_kernel(
     else:
         alpha = tl.full([C.tile, 1], 1.0, tl.float32)
         if C.is_dual:
-            alpha = _alpha(pairwise_sum(total * total, C.tile, C.block_size, C.log2_block_size), C)
-            total = total * alpha
+            alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
+            total = scaled(total, alpha, C)
         _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
 
 
@@ -378,7 +413,7 @@ def requantize_triton(
     return message
 
 
-LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -22,32 +22,76 @@ _ROUND_MAGIC = tl.constexpr(12582912.0)
 _ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 _MIX_SHIFT_0, _MIX_SHIFT_1, _MIX_SHIFT_2 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
 _MIX_FACTOR_0, _MIX_FACTOR_1 = (tl.constexpr(factor) for factor in MIX_FACTORS)
+_TWO_POW_23, _TWO_POW_23_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 _TWO_POW_MINUS_24 = tl.constexpr(2.0**-24)
 _CENTRE, _EDGE = tl.constexpr(GAUSSIAN_CENTRE), tl.constexpr(GAUSSIAN_EDGE)
 _INVERSE_0, _INVERSE_1, _INVERSE_2, _INVERSE_3 = (tl.constexpr(factor) for factor in GAUSSIAN_INVERSE)
 
 
 @triton.jit
-def hadamard(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
-    """[TILE, BLOCK] -> the same times the unnormalised Hadamard matrix.
-
-    Each stage adds and subtracts neighbours (bit 0 of the index), then rotates the bits of the index by one; after
-    LOG2_BLOCK stages every bit has had its turn, lowest first, and the order is the original one.
-    """
-    for _ in tl.static_range(LOG2_BLOCK):
-        left, right = tl.split(tl.reshape(values, (TILE, BLOCK // 2, 2)))
-        pairs = tl.join(left + right, left - right)
-        values = tl.reshape(tl.permute(pairs, (0, 2, 1)), (TILE, BLOCK))
-    return values
+def _butterfly(values, DISTANCE: tl.constexpr, C: tl.constexpr):
+    """[tile, width] -> sums and differences of the values that lie DISTANCE apart, each in its place."""
+    pairs = tl.reshape(values, (C.tile, C.width // (2 * DISTANCE), 2, DISTANCE))
+    left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    pairs = tl.permute(tl.join(left + right, left - right), (0, 1, 3, 2))
+    return tl.reshape(pairs, (C.tile, C.width))
 
 
 @triton.jit
-def pairwise_sum(values, TILE: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr):
-    """[TILE, BLOCK] -> [TILE, 1], neighbours first."""
-    for stage in tl.static_range(LOG2_BLOCK):
-        left, right = tl.split(tl.reshape(values, (TILE, BLOCK >> (stage + 1), 2)))
-        values = left + right
-    return tl.reshape(values, (TILE, 1))
+def hadamard(parts, C: tl.constexpr):
+    """Parts of [tile, width] -> the same times the unnormalised Hadamard matrix: adjacent pairs first.
+
+    Pairs within a part lie in one thread, and so do those of two parts: nothing crosses threads up to block 128.
+    """
+    PARTS: tl.constexpr = C.parts
+    LOG2_PARTS: tl.constexpr = C.log2_parts
+    LOG2_WIDTH: tl.constexpr = C.log2_width
+    inner = ()
+    for part in tl.static_range(PARTS):
+        values = parts[part]
+        for stage in tl.static_range(LOG2_WIDTH):
+            values = _butterfly(values, 1 << stage, C)
+        inner = inner + (values,)
+    for stage in tl.static_range(LOG2_PARTS):
+        outer = ()
+        for part in tl.static_range(PARTS):
+            if part & (1 << stage):
+                outer = outer + (inner[part ^ (1 << stage)] - inner[part],)
+            else:
+                outer = outer + (inner[part] + inner[part ^ (1 << stage)],)
+        inner = outer
+    return inner
+
+
+@triton.jit
+def scaled(parts, factor, C: tl.constexpr):
+    """Each part times `factor`."""
+    PARTS: tl.constexpr = C.parts
+    result = ()
+    for part in tl.static_range(PARTS):
+        result = result + (parts[part] * factor,)
+    return result
+
+
+@triton.jit
+def sum_of_squares(parts, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
+    """[tile, 1]: the squares of COUNT parts from FIRST on, neighbours added first."""
+    LOG2_PARTS: tl.constexpr = C.log2_parts
+    LOG2_WIDTH: tl.constexpr = C.log2_width
+    sums = ()
+    for part in tl.static_range(FIRST, FIRST + COUNT):
+        values = parts[part] * parts[part]
+        for stage in tl.static_range(LOG2_WIDTH):
+            left, right = tl.split(tl.reshape(values, (C.tile, C.width >> (stage + 1), 2)))
+            values = left + right
+        sums = sums + (tl.reshape(values, (C.tile, 1)),)
+    for stage in tl.static_range(LOG2_PARTS):
+        pairs = ()
+        for pair in tl.static_range(COUNT >> (stage + 1)):
+            pairs = pairs + (sums[2 * pair] + sums[2 * pair + 1],)
+        if (COUNT >> (stage + 1)) > 0:
+            sums = pairs
+    return sums[0]
 
 
 @triton.jit
@@ -136,16 +180,15 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
 
 @triton.jit
 def to_code(quantized, noise, C: tl.constexpr):
-    """fp32 within the element's range -> one uint8 code a value, not packed."""
+    """fp32 within the element's range -> a code whose low bits are to be stored: int32, or uint8 of a float."""
     if C.mantissa == 0:
         if C.is_gaussian:
-            rounded = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
+            code = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
         elif C.is_stochastic:
-            rounded = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
-            rounded = tl.minimum(tl.maximum(rounded, -C.largest), C.largest)
+            code = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
+            code = tl.minimum(tl.maximum(code, -C.largest), C.largest)
         else:
-            rounded = _round_to_integer(quantized)
-        code = (rounded & ((1 << C.bits) - 1)).to(tl.uint8)
+            code = _round_to_integer(quantized)
     elif C.is_native_fp8 and not C.is_stochastic:
         if C.element == "e4m3":
             code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -158,11 +201,14 @@ def to_code(quantized, noise, C: tl.constexpr):
 
 @triton.jit
 def from_code(code, C: tl.constexpr):
-    """One uint8 code a value -> fp32."""
+    """One code a value, uint8, or int32 with no other bits set -> fp32."""
     if C.mantissa == 0:
-        value = ((code.to(tl.int32) ^ (1 << (C.bits - 1))) - (1 << (C.bits - 1))).to(tl.float32)
+        # As the last bits of 2^23 + code: a conversion from integers runs at a fraction of the speed.
+        HALF: tl.constexpr = 1 << (C.bits - 1)
+        bits = (code.to(tl.int32) ^ HALF) | _TWO_POW_23_BITS
+        value = bits.to(tl.float32, bitcast=True) - (_TWO_POW_23 + HALF)
         if C.is_gaussian:
-            value = _gaussian_level(value, 1 << (C.bits - 1))
+            value = _gaussian_level(value, HALF)
     elif C.is_native_fp8:
         if C.element == "e4m3":
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

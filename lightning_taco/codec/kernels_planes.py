@@ -1,4 +1,8 @@
-"""How the codec's kernels pack codes of fewer than 8 bits into planes of bytes (see `codec.layout`), and read them."""
+"""How the codec's kernels pack codes of fewer than 8 bits into planes of bytes (see `codec.layout`), and read them.
+
+A tile's codes come as parts of [tile, width]. The values that share a byte lie half a block, a quarter or an eighth
+apart, so they are the same place of different parts: packing them moves nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +11,97 @@ import triton.language as tl
 
 
 @triton.jit
-def _fold(values, WIDTH: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr):
-    """[TILE, SIZE] -> [TILE, SIZE // 2]: the second half of each row above the first, WIDTH bits up."""
-    halves = tl.permute(tl.reshape(values, (TILE, 2, SIZE // 2)), (0, 2, 1))
-    first, second = tl.split(halves)
-    return first | (second << WIDTH)
-
-
-@triton.jit
-def _store_plane(plane, values, blocks, valid, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write WIDTH bits a value, uint8 [TILE, BLOCK], to BLOCK * WIDTH // 8 bytes a block."""
-    if WIDTH == 1:
-        values = _fold(values, 1, TILE, BLOCK)
-        values = _fold(values, 2, TILE, BLOCK // 2)
-        values = _fold(values, 4, TILE, BLOCK // 4)
-    elif WIDTH == 2:
-        values = _fold(values, 2, TILE, BLOCK)
-        values = _fold(values, 4, TILE, BLOCK // 2)
-    elif WIDTH == 4:
-        values = _fold(values, 4, TILE, BLOCK)
-    NUM_BYTES: tl.constexpr = BLOCK * WIDTH // 8
-    tl.store(plane + blocks[:, None] * NUM_BYTES + tl.arange(0, NUM_BYTES)[None, :], values, mask=valid[:, None])
-
-
-@triton.jit
-def _load_plane(plane, blocks, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH bits a value, uint8 [TILE, BLOCK]; each byte is read by all values that it holds."""
-    NUM_BYTES: tl.constexpr = BLOCK * WIDTH // 8
-    value = tl.arange(0, BLOCK)[None, :]
-    bits = tl.load(plane + blocks[:, None] * NUM_BYTES + value % NUM_BYTES, mask=valid[:, None], other=0)
-    if WIDTH < 8:
-        part = value // NUM_BYTES
-        # Folding puts the halves WIDTH bits apart, then the quarters, then (1 bit) the eighths; the last fold 4 apart.
-        shift = ((part & 1) << 2) | (part & 2) | ((part >> 2) & 1)
-        bits = (bits >> shift.to(tl.uint8)) & ((1 << WIDTH) - 1)
-    return bits
-
-
-@triton.jit
-def store_codes(message, code, blocks, valid, num_blocks, C: tl.constexpr):
-    """Write one code a value, uint8 [tile, block], packed."""
-    if C.bits == C.low_bits:
-        _store_plane(message, code, blocks, valid, C.bits, C.tile, C.block_size)
+def _store_pieces(plane, pieces, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
+    """Write pieces of uint8 [tile, width], one after the other for each block; two at a time, for wider accesses."""
+    row = plane + blocks[:, None] * (NUM_PIECES * C.width)
+    if NUM_PIECES == 1:
+        tl.store(row + tl.arange(0, C.width)[None, :], pieces[0], mask=valid[:, None])
     else:
-        low = code & ((1 << C.low_bits) - 1)
-        _store_plane(message, low, blocks, valid, C.low_bits, C.tile, C.block_size)
-        high_plane = message + num_blocks * C.low_plane_bytes
-        _store_plane(high_plane, code >> C.low_bits, blocks, valid, C.bits - C.low_bits, C.tile, C.block_size)
+        for pair in tl.static_range(NUM_PIECES // 2):
+            both = tl.permute(tl.join(pieces[2 * pair], pieces[2 * pair + 1]), (0, 2, 1))
+            both = tl.reshape(both, (C.tile, 2 * C.width))
+            offsets = 2 * pair * C.width + tl.arange(0, 2 * C.width)[None, :]
+            tl.store(row + offsets, both, mask=valid[:, None])
+
+
+@triton.jit
+def _load_pieces(plane, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
+    """The reverse of `_store_pieces`."""
+    row = plane + blocks[:, None] * (NUM_PIECES * C.width)
+    pieces = ()
+    if NUM_PIECES == 1:
+        pieces = (tl.load(row + tl.arange(0, C.width)[None, :], mask=valid[:, None], other=0),)
+    else:
+        for pair in tl.static_range(NUM_PIECES // 2):
+            offsets = 2 * pair * C.width + tl.arange(0, 2 * C.width)[None, :]
+            both = tl.load(row + offsets, mask=valid[:, None], other=0)
+            first, second = tl.split(tl.permute(tl.reshape(both, (C.tile, 2, C.width)), (0, 2, 1)))
+            pieces = pieces + (first, second)
+    return pieces
+
+
+@triton.constexpr_function
+def _shift(group):
+    """Where in a byte the values of a half, quarter or eighth lie: halves WIDTH bits apart, and the last of them 4."""
+    return ((group & 1) << 2) | (group & 2) | ((group >> 2) & 1)
+
+
+@triton.jit
+def _store_plane(plane, codes, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Write WIDTH bits, from FIRST_BIT up, of each code."""
+    NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
+    pieces = ()
+    for piece in tl.static_range(NUM_PIECES):
+        packed = (codes[piece] >> FIRST_BIT) & ((1 << WIDTH) - 1)
+        for group in tl.static_range(1, 8 // WIDTH):
+            bits = (codes[piece + group * NUM_PIECES] >> FIRST_BIT) & ((1 << WIDTH) - 1)
+            packed = packed | (bits << _shift(group))
+        pieces = pieces + (packed.to(tl.uint8),)
+    _store_pieces(plane, pieces, blocks, valid, NUM_PIECES, C)
+
+
+@triton.jit
+def _load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
+    """WIDTH bits of each code, as parts of int32 [tile, width]."""
+    PARTS: tl.constexpr = C.parts
+    NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
+    pieces = _load_pieces(plane, blocks, valid, NUM_PIECES, C)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        bits = pieces[part % NUM_PIECES].to(tl.int32) >> _shift(part // NUM_PIECES)
+        parts = parts + (bits & ((1 << WIDTH) - 1),)
+    return parts
+
+
+@triton.jit
+def store_codes(message, codes, blocks, valid, num_blocks, C: tl.constexpr):
+    """Write one code a value, parts of uint8 or int32 [tile, width], packed."""
+    if C.bits == 8:
+        PARTS: tl.constexpr = C.parts
+        pieces = ()
+        for part in tl.static_range(PARTS):
+            pieces = pieces + (codes[part].to(tl.uint8),)
+        _store_pieces(message, pieces, blocks, valid, C.parts, C)
+    else:
+        _store_plane(message, codes, blocks, valid, 0, C.low_bits, C)
+        if C.bits > C.low_bits:
+            high_plane = message + num_blocks * C.low_plane_bytes
+            _store_plane(high_plane, codes, blocks, valid, C.low_bits, C.bits - C.low_bits, C)
 
 
 @triton.jit
 def load_codes(message, blocks, valid, num_blocks, C: tl.constexpr):
-    """The codes of the tile, uint8 [tile, block]."""
-    code = _load_plane(message, blocks, valid, C.low_bits, C.block_size)
-    if C.bits > C.low_bits:
-        high_plane = message + num_blocks * C.low_plane_bytes
-        code = code | (_load_plane(high_plane, blocks, valid, C.bits - C.low_bits, C.block_size) << C.low_bits)
-    return code
+    """The codes of the tile, parts of [tile, width]: uint8, or int32 with no other bits set."""
+    if C.bits == 8:
+        codes = _load_pieces(message, blocks, valid, C.parts, C)
+    else:
+        codes = _load_plane(message, blocks, valid, C.low_bits, C)
+        if C.bits > C.low_bits:
+            PARTS: tl.constexpr = C.parts
+            high_plane = message + num_blocks * C.low_plane_bytes
+            high = _load_plane(high_plane, blocks, valid, C.bits - C.low_bits, C)
+            both = ()
+            for part in tl.static_range(PARTS):
+                both = both + (codes[part] | (high[part] << C.low_bits),)
+            codes = both
+    return codes
