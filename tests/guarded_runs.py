@@ -1,13 +1,13 @@
 """Runs of a `TinyModule` whose exchanges go wrong at given steps, and what callbacks did about it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -123,6 +123,7 @@ def fit(
     resume_from: Path | None = None,
     num_samples: int = 16,
     make_strategy: Callable[..., TacoTPStrategy] = TacoTPStrategy,
+    loggers: Sequence[Logger] = (),
     **settings: Any,
 ) -> tuple[EventRecorder, OutcomeRecorder]:
     """Train up to `max_steps`, of four samples each, and keep a checkpoint ``step=N.ckpt`` after each N-th step.
@@ -135,7 +136,7 @@ def fit(
         make_strategy(compression, save_distributed_checkpoint=False, sample_every_n_steps=0),
         max_epochs=-1,
         max_steps=max_steps,
-        logger=events,
+        logger=[events, *loggers],
         callbacks=[*callbacks, *([outcomes] if compression is not None else []), *([checkpoint] if folder else [])],
         enable_checkpointing=folder is not None,
         **settings,

@@ -3,6 +3,7 @@
 Trainers run in forked gloo ranks, several to a group; faults are those of `tests.guarded_runs`.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_taco.callbacks import CompressionGuard, CompressionSchedule
+from lightning_taco.callbacks import CompressionGuard, CompressionSchedule, RunLogger
 from lightning_taco.callbacks.agreed_loss import AgreedLoss
 from lightning_taco.callbacks.hysteresis import Hysteresis
 from lightning_taco.config import CodecConfig, CompressionConfig
@@ -24,6 +25,7 @@ from lightning_taco.dtensor.site_watch import SiteWatch, gaussian_error
 from lightning_taco.dtensor.suspensions import SiteKey
 from lightning_taco.dtensor.traced import exchange_op, trace_exchange
 from lightning_taco.fabric import TacoTPStrategy as FabricStrategy
+from lightning_taco.report.command import report_of
 from tests.guarded_runs import COMPRESSION, DOWN, UP, FaultyModule, fit
 from tests.lightning_models import TinyModule, captured_messages, full_weights, warm_lightning  # noqa: F401
 from tests.models import (
@@ -155,6 +157,24 @@ def test_a_site_that_cancels_goes_back_to_full_precision_on_all_ranks_and_return
     assert resumed.startswith(f"lightning_taco: step 14: guard: resume {DOWN}: tried again: relative error 0.00")
     assert resumed.endswith("is below 0.013")
     assert losses[-1] < losses[0]
+
+
+def test_what_the_guard_did_is_on_the_page_of_the_run(tmp_path: Path) -> None:
+    """Partial sums that cancel and, later, one NaN on one rank: measured, suspended and resumed, as the report shows."""
+
+    def body(rank: int) -> list[str]:
+        guard = CompressionGuard(every_n_steps=2, retry_after_steps=3, pause_steps=2)
+        module = FaultyModule(rank, cancel_at=[4], nan_at=[12])
+        events, _ = fit(module, [guard], max_steps=18, loggers=[RunLogger(tmp_path)])
+        return [str(event) for event in events.events]
+
+    told, other = run_forked(2, body)
+    assert told == other
+    shown = report_of(tmp_path).content()["tables"]["events"]
+    assert len(shown["rows"]) == len(told) >= 6
+    text = json.dumps(shown)
+    for part in (DOWN, "suspend", "resume", "is not below 0.026", "NaN or Inf", "all sites"):
+        assert part in text, text
 
 
 def test_one_nan_on_one_rank_in_a_measured_step_and_between_them() -> None:
