@@ -160,7 +160,7 @@ def test_a_site_that_cancels_goes_back_to_full_precision_on_all_ranks_and_return
 
 
 def test_what_the_guard_did_is_on_the_page_of_the_run(tmp_path: Path) -> None:
-    """Partial sums that cancel and, later, one NaN on one rank: measured, suspended and resumed, as the report shows."""
+    """Partial sums that cancel, and later one NaN on one rank: measured, suspended, resumed, and in the report."""
 
     def body(rank: int) -> list[str]:
         guard = CompressionGuard(every_n_steps=2, retry_after_steps=3, pause_steps=2)

@@ -44,7 +44,7 @@ MAY_NOT_KNOW = {
     "pipeline_parallel": ("lightning",),
 }
 # Writes versions down for the reader, and decides nothing by them.
-REPORTS_VERSIONS = {"lightning_taco.callbacks.run_logger", "lightning_taco.study.provenance"}
+REPORTS_VERSIONS = {"lightning_taco.callbacks.versions"}
 
 
 def part_of(path: Path) -> str:

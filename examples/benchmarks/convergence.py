@@ -35,6 +35,7 @@ from examples.benchmarks.graphed import GraphedStep
 from examples.plans import materialize, next_token_loss
 from examples.text_data import TextDataModule
 from lightning_taco import CompressionConfig
+from lightning_taco.callbacks.versions import versions
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import clip_gradients_by_norm
@@ -240,7 +241,7 @@ class ConvergenceStudy:
         made = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": provenance.command(),
-            "versions": provenance.versions(),
+            "versions": versions(),
             "device": provenance.device_name(self.device),
             "num_ranks": self.fabric.world_size,
             "tensor_parallel_size": self.fabric.world_size,

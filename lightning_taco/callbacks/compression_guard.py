@@ -11,13 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_taco.callbacks.agreed_loss import AgreedLoss
 from lightning_taco.callbacks.events import Event
 from lightning_taco.callbacks.host import Host, host_of
+from lightning_taco.callbacks.hosted import HostedCallback
 from lightning_taco.callbacks.hysteresis import Hold, Hysteresis
 from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
 from lightning_taco.config import CodecConfig, matches_site
@@ -33,7 +33,7 @@ SPIKE_REASON = "loss spike"
 LOSS_REASON = "NaN or Inf loss"
 
 
-class CompressionGuard(Callback):
+class CompressionGuard(HostedCallback):
     """Goes back to full precision where compression does harm, on all ranks at once, and says what happened and why.
 
     A **site** is one kind of exchange of one module in one direction. Every `every_n_steps` steps the guard measures
@@ -128,23 +128,6 @@ class CompressionGuard(Callback):
         return {key: hold.reason for key, hold in self._holds.holds.items()}
 
     # For the Trainer
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse another strategy before any work is done."""
-        host_of(trainer, type(self).__name__)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach to the Trainer."""
-        self.attach(trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start the step, with its first batch."""
-        self.start_step(current_step(trainer))
 
     @override
     def on_train_batch_end(

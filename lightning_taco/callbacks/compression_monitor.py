@@ -8,11 +8,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback
-from typing_extensions import override
 
 from lightning_taco.callbacks.host import Host, host_of
-from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
+from lightning_taco.callbacks.hosted import HostedCallback
+from lightning_taco.callbacks.sampling import checked_every_n_steps
 from lightning_taco.collectives import timing
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
 from lightning_taco.dtensor.exchange_errors import ExchangeError, ExchangeErrors
@@ -24,7 +23,7 @@ QUANTILES = {"50": 0.5, "90": 0.9, "99": 0.99, "99.9": 0.999, "100": 1.0}
 """Percent, as in the tags, to share."""
 
 
-class CompressionMonitor(Callback):
+class CompressionMonitor(HostedCallback):
     """Logs, by site, how far decoded tensors and whole exchanges lie from the exact ones, and the bytes saved.
 
     Tags, where ``<site>`` is ``<direction>/<module path>/<collective>``, such as
@@ -119,26 +118,6 @@ class CompressionMonitor(Callback):
         self._num_logged_samples = compression.num_samples
         with timing.aside():
             self._log_sample(step, host, session, exchanges)
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse another strategy before any work is done."""
-        host_of(trainer, type(self).__name__)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """`attach`."""
-        self.attach(trainer)
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """`start_step`."""
-        self.start_step(current_step(trainer))
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """`end_step`."""
-        self.end_step(current_step(trainer))
 
     def _log_sample(self, step: int, host: Host, session: CompressionSession, exchanges: ExchangeErrors) -> None:
         values = scalars(host.compression)

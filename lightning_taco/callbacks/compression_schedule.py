@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_taco.callbacks.events import Event
 from lightning_taco.callbacks.host import Host, host_of
-from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
+from lightning_taco.callbacks.hosted import HostedCallback
+from lightning_taco.callbacks.sampling import checked_every_n_steps
 from lightning_taco.config import RECIPE_NAMES, CompressionConfig, resolve_compression
 
 OWNER = "schedule"
@@ -39,7 +39,7 @@ class Phase:
     settings: CompressionConfig | str | None = None
 
 
-class CompressionSchedule(Callback):
+class CompressionSchedule(HostedCallback):
     """Switches compression off, on, or to other settings by the number of the step, on all ranks alike.
 
     What holds in a step depends on its number only, so it is right at once after a resume. Each change is one `Event`,
@@ -100,23 +100,6 @@ class CompressionSchedule(Callback):
         self._applied: Phase | None = None  # to the session, which is new after `attach`
 
     # For the Trainer
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse another strategy before any work is done."""
-        host_of(trainer, type(self).__name__)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach to the Trainer."""
-        self.attach(trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start the step."""
-        self.start_step(current_step(trainer))
 
     # For both
 

@@ -17,13 +17,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,12 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 from typing_extensions import override
 
-import lightning_taco
 from lightning_taco.callbacks.events import Event
+from lightning_taco.callbacks.versions import versions
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.strategies.trainer import TacoTPStrategy
 
 FILE_NAME = "lightning_taco.jsonl"
-PACKAGES = ("torch", "lightning", "triton")
 
 
 class RunLogger(Logger):
@@ -180,7 +177,7 @@ class RunLogger(Logger):
         return {
             "kind": "run",
             "time": _now(),
-            "versions": _versions(),
+            "versions": versions(),
             "settings": _plain(self._settings),
             "hyperparameters": _plain(self._hyperparameters),
         }
@@ -244,17 +241,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return _number(value)
     return value if value is None or isinstance(value, (str, int, bool)) else str(value)
-
-
-def _versions() -> dict[str, str]:
-    """Of this package, of Python, and of those `PACKAGES` that are installed."""
-    found = {"lightning_taco": lightning_taco.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _now() -> float:

@@ -8,15 +8,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_taco.callbacks.host import Host, host_of
-from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
+from lightning_taco.callbacks.hosted import HostedCallback
+from lightning_taco.callbacks.sampling import checked_every_n_steps
 from lightning_taco.collectives.timing import StepTime, StepTimer
 
 
-class ThroughputReport(Callback):
+class ThroughputReport(HostedCallback):
     """Logs how the time of a step is split into compute, codec and exposed communication.
 
     Tags, in milliseconds, means over the ranks of the tensor-parallel group; the last three add up to the first:
@@ -77,26 +77,6 @@ class ThroughputReport(Callback):
         timer, self._timer = self._timer, None
         if timer is not None and self._host is not None:
             self._host.log(_mean_over_ranks(timer.stop(), self._host), step)
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse another strategy before any work is done."""
-        host_of(trainer, type(self).__name__)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """`attach`."""
-        self.attach(trainer)
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """`start_step`."""
-        self.start_step(current_step(trainer))
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """`end_step`."""
-        self.end_step(current_step(trainer))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -7,19 +7,16 @@ import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
-import lightning_taco
+from lightning_taco.callbacks.versions import versions
 from lightning_taco.config import CodecConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.study.settings import StudySettings
-
-PACKAGES = ("torch", "lightning", "triton", "plotly")
 
 
 def about(
@@ -57,17 +54,6 @@ def about(
 def command() -> str:
     """What this process was started with, without the folder of the program."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def versions() -> dict[str, str]:
-    """Of this package, of Python, and of those `PACKAGES` that are installed."""
-    found = {"lightning_taco": lightning_taco.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def device_name(device: torch.device) -> str:
