@@ -222,6 +222,5 @@ def test_live_page_refreshes_and_keeps_the_readers_place(browser: "Chrome", tmp_
     wait(lambda: "not connected" in browser.find_element("id", "live").text, "not connected")
     browser.get("about:blank")
     refused = [entry["message"] for entry in browser.get_log("browser")]
-    # A request may have been under way when the server went: it is then reset, or answered by nothing.
-    lost = ("net::ERR_CONNECTION_", "net::ERR_EMPTY_RESPONSE")
-    assert all(any(kind in message for kind in lost) for message in refused), refused
+    # The connection is refused, or reset under a request: the network's errors have many names, and no other may come.
+    assert all("net::ERR_" in message for message in refused), refused
