@@ -99,10 +99,6 @@ class CompressionSchedule(HostedCallback):
         self._announced = Phase()
         self._applied: Phase | None = None  # to the session, which is new after `attach`
 
-    # For the Trainer
-
-    # For both
-
     def attach(self, loop: pl.Trainer | Fabric) -> None:
         """Schedule what the strategy of `loop` compresses; once after set-up, on all ranks.
 

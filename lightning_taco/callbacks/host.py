@@ -36,11 +36,6 @@ class Host:
         """What the strategy compresses."""
         return self.strategy.compression
 
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first of all processes."""
-        return bool(self.loop.is_global_zero)
-
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send `values` to every logger under `step`, at once; all ranks call it."""
         if isinstance(self.loop, pl.Trainer):
