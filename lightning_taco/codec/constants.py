@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half, gaussian_top
 from lightning_taco.codec.layout import alpha_bytes, low_bits
@@ -15,9 +15,9 @@ MIN_PARTS = 8
 """An eighth of a block is the smallest part that a byte of a plane can hold a bit of."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class KernelConstants:
-    """Constants of one codec on one kind of device."""
+    """Constants of one codec on one kind of device; `of` gives one object for each, so comparing them costs nothing."""
 
     element: str
     bits: int
@@ -53,7 +53,7 @@ class KernelConstants:
     """Blocks of one program."""
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @cache
     def of(codec: CodecConfig, is_native_fp8: bool) -> KernelConstants:
         """The constants of `codec`, whose element is resolved."""
         parts = max(MIN_PARTS, min(MAX_PARTS, codec.block_size // MIN_PARTS))

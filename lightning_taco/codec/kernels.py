@@ -30,8 +30,7 @@ from torch import Tensor
 from lightning_taco import _compat
 from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
 from lightning_taco.codec.kernels_numbers import from_code, hadamard, random_bits, scaled, sum_of_squares, to_code
-from lightning_taco.codec.kernels_planes import load_codes, store_codes
-from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.codec.kernels_planes import joined, load_codes, store_codes
 from lightning_taco.codec.reference import (
     ALPHA_EPSILON,
     ALPHA_MAX,
@@ -42,6 +41,9 @@ from lightning_taco.codec.reference import (
     SMALLEST_EXPONENT,
 )
 from lightning_taco.config import SUB_BLOCK_SIZE, CodecConfig
+
+# A seed that is 1, or a multiple of 16, would have a kernel of its own compiled, in the middle of a run.
+SEEDS = ["seed_low", "seed_high"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -276,7 +278,7 @@ def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAG
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SEEDS)
 def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, seed_high, C: tl.constexpr):
     """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): tile i of row r."""
     PARTS: tl.constexpr = C.parts
@@ -322,14 +324,14 @@ def decode_kernel(
     total = _sum(messages, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
         total = hadamard(total, C)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
+    rounded = ()
     for part in tl.static_range(PARTS):
-        place = offsets + part * C.width
-        out = values_ptr + row * row_stride + place
-        tl.store(out, total[part].to(values_ptr.dtype.element_ty), mask=place < num_values)
+        rounded = rounded + (total[part].to(values_ptr.dtype.element_ty),)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
+    tl.store(values_ptr + row * row_stride + offsets, joined(rounded, C.parts, C), mask=offsets < num_values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SEEDS)
 def requantize_kernel(
     messages_ptr,
     message_ptr,
@@ -359,16 +361,9 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed:
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        with _on_device(values):
-            encode_kernel[_grid(num_values, codec, num_rows)](
-                values,
-                messages,
-                num_values,
-                values.stride(0),
-                *_seed_halves(seed),
-                C=_constants(codec, values.device),
-                **LAUNCH_OPTIONS,
-            )
+        constants = _constants(codec, values.device)
+        arguments = (values, messages, num_values, values.stride(0), *_seed_halves(seed))
+        _launch(encode_kernel, _grid(num_values, constants, num_rows), arguments, (constants,))
     return messages
 
 
@@ -378,18 +373,10 @@ def decode_triton(
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        with _on_device(values):
-            decode_kernel[_grid(num_values, codec, num_rows)](
-                messages,
-                values,
-                num_values,
-                values.stride(0),
-                1.0 / num_sources,
-                NUM_SOURCES=num_sources,
-                AVERAGE=average,
-                C=_constants(codec, values.device),
-                **LAUNCH_OPTIONS,
-            )
+        constants = _constants(codec, values.device)
+        arguments = (messages, values, num_values, values.stride(0), 1.0 / num_sources)
+        fixed = (num_sources, average, constants)
+        _launch(decode_kernel, _grid(num_values, constants, num_rows), arguments, fixed)
     return values
 
 
@@ -398,34 +385,52 @@ def requantize_triton(
 ) -> Tensor:
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
     if num_values:
-        with _on_device(messages):
-            requantize_kernel[_grid(num_values, codec, 1)](
-                messages,
-                message,
-                num_values,
-                1.0 / messages.shape[0],
-                *_seed_halves(seed),
-                NUM_SOURCES=messages.shape[0],
-                AVERAGE=average,
-                C=_constants(codec, messages.device),
-                **LAUNCH_OPTIONS,
-            )
+        constants, num_sources = _constants(codec, messages.device), messages.shape[0]
+        arguments = (messages, message, num_values, 1.0 / num_sources, *_seed_halves(seed))
+        _launch(requantize_kernel, _grid(num_values, constants, 1), arguments, (num_sources, average, constants))
     return message
 
 
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
+# What Triton has compiled, by all that it compiles for. Its own way from a call to its compiled kernel
+# reads every argument and compares every global constant anew: tens of microseconds of the host's time.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    """Launch `kernel` on the device of the tensors that `arguments`, in the order of its parameters, begin with."""
+    device = arguments[0].device
+    with _on_device(device):
+        if INTERPRETED:
+            kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+            return
+        key = (kernel.fn, device.index, *constants, *map(_specialization, arguments))
+        compiled = _compiled.get(key)
+        if compiled is None:
+            _compiled[key] = kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+        else:
+            compiled[grid](*arguments, *constants)
+
+
+def _specialization(argument: Tensor | int | float) -> Any:
+    """What Triton compiles for: dtype and alignment of a tensor, class of an integer."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
+    return argument == 1, argument % 16 == 0, argument < 1 << 31
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensor's."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)
 
 
-def _grid(num_values: int, codec: CodecConfig, num_rows: int) -> tuple[int, int]:
-    num_blocks = MessageLayout.of(num_values, codec).num_blocks
-    return triton.cdiv(num_blocks, KernelConstants.of(codec, False).tile), num_rows
+def _grid(num_values: int, constants: KernelConstants, num_rows: int) -> tuple[int, int, int]:
+    num_blocks = -(-num_values // constants.block_size)
+    return triton.cdiv(num_blocks, constants.tile), num_rows, 1
 
 
 def _seed_halves(seed: int) -> tuple[int, int]:
@@ -433,5 +438,5 @@ def _seed_halves(seed: int) -> tuple[int, int]:
 
 
 def _constants(codec: CodecConfig, device: torch.device) -> KernelConstants:
-    native_fp8 = device.type == "cuda" and _compat.supports_fp8(device) and not INTERPRETED
+    native_fp8 = device.type == "cuda" and not INTERPRETED and _compat.supports_fp8(device)
     return KernelConstants.of(codec, native_fp8)

@@ -10,23 +10,39 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def _log2(number):
+    return number.bit_length() - 1
+
+
+@triton.jit
+def joined(parts, NUM_PARTS: tl.constexpr, C: tl.constexpr):
+    """Parts of [tile, width] side by side, as one tensor [tile, NUM_PARTS * width].
+
+    Each thread has whole rows of it until it is stored: one exchange through shared memory, in the dtype of the result,
+    lets neighbouring threads write neighbouring bytes. Parts stored one by one would write half a memory sector each.
+    """
+    STAGES: tl.constexpr = _log2(NUM_PARTS)
+    pieces = parts
+    for stage in tl.static_range(STAGES):
+        pairs = ()
+        for pair in tl.static_range(NUM_PARTS >> (stage + 1)):
+            both = tl.permute(tl.join(pieces[2 * pair], pieces[2 * pair + 1]), (0, 2, 1))
+            pairs = pairs + (tl.reshape(both, (C.tile, 2 * C.width << stage)),)
+        pieces = pairs
+    return pieces[0]
+
+
 @triton.jit
 def _store_pieces(plane, pieces, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
-    """Write pieces of uint8 [tile, width], one after the other for each block; two at a time, for wider accesses."""
-    row = plane + blocks[:, None] * (NUM_PIECES * C.width)
-    if NUM_PIECES == 1:
-        tl.store(row + tl.arange(0, C.width)[None, :], pieces[0], mask=valid[:, None])
-    else:
-        for pair in tl.static_range(NUM_PIECES // 2):
-            both = tl.permute(tl.join(pieces[2 * pair], pieces[2 * pair + 1]), (0, 2, 1))
-            both = tl.reshape(both, (C.tile, 2 * C.width))
-            offsets = 2 * pair * C.width + tl.arange(0, 2 * C.width)[None, :]
-            tl.store(row + offsets, both, mask=valid[:, None])
+    """Write pieces of uint8 [tile, width], one after the other for each block."""
+    offsets = blocks[:, None] * (NUM_PIECES * C.width) + tl.arange(0, NUM_PIECES * C.width)[None, :]
+    tl.store(plane + offsets, joined(pieces, NUM_PIECES, C), mask=valid[:, None])
 
 
 @triton.jit
 def _load_pieces(plane, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
-    """The reverse of `_store_pieces`."""
+    """Read pieces of uint8 [tile, width], one after the other for each block; two at a time, for wider reads."""
     row = plane + blocks[:, None] * (NUM_PIECES * C.width)
     pieces = ()
     if NUM_PIECES == 1:
