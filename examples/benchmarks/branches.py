@@ -67,7 +67,7 @@ class Branch:
 
 def branch(name: str, min_bytes: int) -> Branch:
     """The branch called `name`, which may carry the name of a part: ``int4@mlp_only``; ``none#2`` is a second run."""
-    recipe, _, part = name.partition("#")[0].partition("@")
+    recipe, _, part = name.partition("#")[0].partition("~")[0].partition("@")
     if recipe == "none":
         return Branch(name, None)
     common: dict[str, Any] = {"min_bytes": min_bytes, "during_validation": True, "exclude": PARTS[part] if part else ()}
@@ -76,6 +76,12 @@ def branch(name: str, min_bytes: int) -> Branch:
     forward, _, backward = recipe.partition("/")
     codecs = {"forward": codec(forward), "backward": codec(backward or forward)}
     return Branch(name, CompressionConfig(**codecs, **common))
+
+
+def scratch_seed(name: str) -> int | None:
+    """The seed of a run from scratch, such as 1 in ``int8~1``; ``None`` for a branch from the checkpoint."""
+    _, tilde, seed = name.partition("~")
+    return int(seed) if tilde else None
 
 
 def codec(name: str) -> CodecConfig | None:

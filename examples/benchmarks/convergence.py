@@ -7,6 +7,9 @@ kept. Each branch goes on from there, with the same batches, and sends what its 
 are paired by batch, which resolves a hundredth of a percent where runs from scratch scatter by percents. Branches that
 the output file holds already are left out, so a run that stopped goes on where it was.
 
+Runs ``--from_scratch`` have no checkpoint: new weights and another order of the batches by their seed. They scatter far
+more than codecs cost, so each stands beside the uncompressed run of its seed.
+
 Steps are replayed as CUDA graphs (`graphed.py`). A branch with stochastic rounding cycles through several captures with
 other random numbers.
 """
@@ -30,9 +33,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from examples import gpt, llama
-from examples.benchmarks.branches import Branch, branch, simulate
+from examples.benchmarks.branches import Branch, branch, scratch_seed, simulate
 from examples.benchmarks.graphed import GraphedStep
-from examples.plans import materialize, next_token_loss
+from examples.plans import initialize_weights, materialize, next_token_loss
 from examples.text_data import TextDataModule
 from lightning_taco import CompressionConfig
 from lightning_taco.callbacks.versions import versions
@@ -63,7 +66,7 @@ def main() -> None:
         study.study_messages(arguments.study)
     results = Results(arguments.output, vars(arguments), study.fabric.global_rank)
     seconds = 0.0
-    for name in arguments.branches:
+    for name in [*arguments.branches, *arguments.from_scratch]:
         if results.holds(name):
             continue
         if time.perf_counter() - started + 1.1 * seconds > arguments.budget_s:
@@ -71,7 +74,7 @@ def main() -> None:
             break
         begun = time.perf_counter()
         try:
-            result = study.run_branch(branch(name, arguments.min_bytes))
+            result = study.run_branch(branch(name, arguments.min_bytes), scratch_seed(name))
         except Exception as error:
             results.add(name, {"error": repr(error)})  # so that the next run goes on with the others
             raise
@@ -89,6 +92,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the checkpoint, made if missing")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, gone on with if it is there")
     parser.add_argument("--branches", nargs="+", default=DEFAULT_BRANCHES.split(), help="names, see branches.py")
+    parser.add_argument("--from_scratch", nargs="*", default=[], help="runs without a checkpoint: taco~0 has seed 0")
+    parser.add_argument("--scratch_steps", type=int, default=600, help="of each run from scratch")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="no branch is begun after these seconds")
     parser.add_argument("--model", choices=["gpt", "llama"], default="gpt")
     parser.add_argument("--preset", default="350M")
@@ -185,8 +190,8 @@ class ConvergenceStudy:
         self.evaluate_off = self._graphed(self._evaluate)
         self.fabric.print(f"base: step {self.base_step}, validation loss {self._validate(self.evaluate_off):.5f}")
 
-    def run_branch(self, chosen: Branch) -> dict[str, Any]:
-        """Go on from the checkpoint as `chosen` says."""
+    def run_branch(self, chosen: Branch, seed: int | None = None) -> dict[str, Any]:
+        """Go on as `chosen` says: from the checkpoint, or from new weights and another order of batches by `seed`."""
         self._set_compression(chosen)
         if chosen.is_calibrated:
             for step in range(NUM_CALIBRATION_STEPS):
@@ -198,12 +203,17 @@ class ConvergenceStudy:
             captures += [self._graphed(self._step, captures[0]) for _ in range(NUM_STOCHASTIC_CAPTURES - 1)]
         ratio = self.strategy.compression.compression_ratio  # of training: evaluation sends nothing backward
         evaluate_on = self._graphed(self._evaluate, captures[0])
-        self._restore()
-        losses, seconds = self._train(captures, self.base_step, self.arguments.steps)
+        if seed is None:
+            self._restore()
+            losses, seconds = self._train(captures, self.base_step, self.arguments.steps)
+        else:
+            initialize_weights(self.model.module, seed)
+            self._clear_optimizer()
+            losses, seconds = self._train(captures, 0, self.arguments.scratch_steps, seed, warm_up=True)
         result = {
             "bits": chosen.bits,
             "train_loss": losses,
-            "step_ms": 1000 * seconds / self.arguments.steps,
+            "step_ms": 1000 * seconds / len(losses),
             "compression_ratio": ratio,
             "validation_on": self._validate(evaluate_on),
         }
@@ -259,11 +269,15 @@ class ConvergenceStudy:
         (folder / "study.json").write_text(json.dumps(result.as_json(), indent=1))
         (folder / "study.md").write_text(tables.markdown(result))
 
-    def _train(self, steps: list[GraphedStep], first: int, count: int) -> tuple[list[float], float]:
+    def _train(
+        self, steps: list[GraphedStep], first: int, count: int, order: int = 0, *, warm_up: bool = False
+    ) -> tuple[list[float], float]:
         losses = torch.zeros(count, device=self.device)
         started = time.perf_counter()
         for index in range(count):
-            self._load_batch(self.train_tokens, first + index)
+            if warm_up:
+                self._warm_up(index)
+            self._load_batch(self.train_tokens, first + index, order)
             losses[index].copy_(steps[index % len(steps)]())
         values = losses.tolist()
         return values, time.perf_counter() - started
@@ -280,7 +294,7 @@ class ConvergenceStudy:
         losses = torch.zeros(arguments.base_steps, device=self.device)
         started = time.perf_counter()
         for index in range(arguments.base_steps):
-            self.lr.fill_(arguments.lr * min(1.0, (index + 1) / (arguments.warmup_steps + 1)))
+            self._warm_up(index)
             self._load_batch(self.train_tokens, index)
             losses[index].copy_(step())
             if index % 250 == 249:
@@ -288,6 +302,9 @@ class ConvergenceStudy:
                 self.fabric.print(f"base step {index + 1}: loss {loss:.4f}, {seconds:.0f} s")
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"step": arguments.base_steps, "state": [tensor.detach() for tensor in self._state()]}, path)
+
+    def _warm_up(self, step: int) -> None:
+        self.lr.fill_(self.arguments.lr * min(1.0, (step + 1) / (self.arguments.warmup_steps + 1)))
 
     def _verify(self, chosen: Branch) -> None:
         """Replays must give the first loss of eager steps, and stay near: some backwards add in any order."""
@@ -345,12 +362,12 @@ class ConvergenceStudy:
         if session is not None and chosen is not None and chosen.quantizer is not None:
             simulate(session, chosen.quantizer)
 
-    def _load_batch(self, tokens: Tensor, step: int) -> None:
-        """Copy batch `step` of the shuffled windows of `tokens` to where the graphs read it."""
+    def _load_batch(self, tokens: Tensor, step: int, order: int = 0) -> None:
+        """Copy batch `step` of the windows of `tokens`, shuffled by `order`, to where the graphs read it."""
         length, size = self.arguments.sequence_length, self.arguments.batch_size
         num_batches = (len(tokens) - 1) // length // size
         epoch, index = divmod(step, num_batches)
-        order = torch.randperm(num_batches * size, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(num_batches * size, generator=torch.Generator().manual_seed(epoch + 1000 * order))
         starts = order[index * size : (index + 1) * size].to(self.device) * length
         window = tokens[starts.unsqueeze(1) + torch.arange(length + 1, device=self.device)].long()
         self.inputs.copy_(window[:, :-1])
