@@ -350,8 +350,7 @@ class ConvergenceStudy:
     def _graphed(
         self, function: Callable[[], Tensor], other: GraphedStep | None = None, *, enabled: bool = True
     ) -> GraphedStep:
-        pool = None if other is None else other.pool
-        return GraphedStep(function, self.device, enabled=enabled and not self.arguments.eager, pool=pool)
+        return GraphedStep(function, self.device, enabled=enabled and not self.arguments.eager, other=other)
 
     def _set_compression(self, chosen: Branch | None) -> None:
         self.strategy.compression.stop()

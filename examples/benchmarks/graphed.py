@@ -18,21 +18,28 @@ class GraphedStep:
         function: returns a tensor, whose memory is overwritten by the next call.
         device: where it runs.
         enabled: capture at all.
-        pool: memory pool of another graph that never runs at the same time.
+        other: a capture that never runs at the same time; they share memory, and what it warmed up need not be again.
     """
 
     def __init__(
-        self, function: Callable[[], Tensor], device: torch.device, *, enabled: bool = True, pool: tuple | None = None
+        self,
+        function: Callable[[], Tensor],
+        device: torch.device,
+        *,
+        enabled: bool = True,
+        other: "GraphedStep | None" = None,
     ) -> None:
         self.function = function
         self.graph = torch.cuda.CUDAGraph() if enabled and device.type == "cuda" else None
         self.output: Tensor | None = None
         if self.graph is None:
             return
+        num_warm_up_runs = 1 if other is not None and other.function == function else WARM_UP_RUNS
+        pool = None if other is None else other.pool
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):  # compile kernels and open communicators, which a capture may not
+            for _ in range(num_warm_up_runs):  # compile kernels and open communicators, which a capture may not
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()

@@ -1,0 +1,221 @@
+"""Whole training steps of tensor-parallel GPT layers: uncompressed, compressed, and with the callbacks that watch.
+
+    torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --variants none int8 taco balanced
+    torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --variants int8 int8+callbacks --steps 200
+    NCCL_P2P_DISABLE=1 torchrun ...     # and other links, see collectives.py
+
+Variants take turns on one model: in each round each runs `--steps` steps (forward, backward, clipping, AdamW), timed
+as a whole by CUDA events; the figure is the median over rounds. ``+callbacks`` adds `CompressionMonitor`,
+`GradientNormMonitor`, `CompressionGuard` and `ThroughputReport` with their default sampling and a CSV logger: give it
+as many steps as the rarest of them samples (200). The loss of the same weights and batch is compared in the same run.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric, seed_everything
+from lightning.fabric.loggers import CSVLogger
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from examples import gpt
+from examples.plans import materialize, next_token_loss
+from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
+from lightning_taco.config import resolve_compression
+from lightning_taco.fabric import TacoTPStrategy
+from lightning_taco.strategies.compression import Compression
+
+CALLBACKS_SUFFIX = "+callbacks"
+
+
+def main() -> None:
+    arguments = parse()
+    benchmark = StepBenchmark(arguments)
+    losses = {name: benchmark.loss(name) for name in arguments.variants}
+    times: dict[str, list[float]] = {name: [] for name in arguments.variants}
+    for name in arguments.variants:
+        benchmark.run(name, arguments.warm_up_steps)  # compiles kernels, opens communicators
+    for _ in range(arguments.rounds):
+        for name in arguments.variants:
+            times[name].append(benchmark.run(name, arguments.steps))
+    rows = rows_of(times, losses)
+    benchmark.fabric.print(table(rows))
+    if arguments.output and benchmark.fabric.global_rank == 0:
+        settings = {key: str(value) for key, value in vars(arguments).items()}
+        content = {"settings": settings, "torch": torch.__version__, "rows": rows, "milliseconds": times}
+        arguments.output.write_text(json.dumps(content, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=["none", "int8", "taco", "balanced"], help="recipes")
+    parser.add_argument("--steps", type=int, default=20, help="of each variant in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm_up_steps", type=int, default=3)
+    parser.add_argument("--num_layers", type=int, default=4)
+    parser.add_argument("--hidden_size", type=int, default=4096)
+    parser.add_argument("--num_heads", type=int, default=32)
+    parser.add_argument("--sequence_length", type=int, default=2048)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--vocab_size", type=int, default=8192)
+    parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
+    return parser.parse_args()
+
+
+class StepBenchmark:
+    """One model and optimizer, whose compression is exchanged between the variants."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.strategy = TacoTPStrategy(self._parallelize, compression=None, sample_every_n_steps=0)
+        logger = CSVLogger(tempfile.mkdtemp(), name="", flush_logs_every_n_steps=50)
+        self.fabric = Fabric(
+            strategy=self.strategy,
+            accelerator=arguments.accelerator,
+            devices=arguments.devices,
+            precision=arguments.precision,
+            loggers=logger,
+        )
+        self.fabric.launch()
+        seed_everything(0, verbose=False)
+        with torch.device("meta"):
+            model = gpt.GPT(self._config())
+        self.model = self.fabric.setup_module(model)
+        fused = self.fabric.device.type == "cuda"
+        self.optimizer = self.fabric.setup_optimizers(
+            torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, foreach=False if not fused else None)
+        )
+        shape = (arguments.batch_size, arguments.sequence_length + 1)
+        tokens = torch.randint(arguments.vocab_size, shape, device=self.fabric.device)
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def loss(self, variant: str) -> float:
+        """The loss of the weights as they are now, computed as `variant` computes it, once forward."""
+        self._set_compression(variant)
+        self.model.train()
+        return next_token_loss(self.model(self.inputs), self.targets).item()
+
+    def run(self, variant: str, num_steps: int) -> float:
+        """Milliseconds of a step of `variant`."""
+        self._set_compression(variant)
+        callbacks = _Callbacks(self.fabric) if variant.endswith(CALLBACKS_SUFFIX) else None
+        self.model.train()
+        self.fabric.barrier()
+        clock = _Clock(self.fabric.device)
+        for step in range(num_steps):
+            self._step(step, callbacks)
+        return clock.stop() / num_steps
+
+    def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
+        if callbacks is not None:
+            callbacks.start_step(step)
+        loss = next_token_loss(self.model(self.inputs), self.targets)
+        self.fabric.backward(loss)
+        if callbacks is not None:
+            callbacks.before_optimizer(step, self.optimizer, self.model)
+        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if callbacks is not None:
+            callbacks.end_step(step, loss.detach())
+
+    def _set_compression(self, variant: str) -> None:
+        self.strategy.compression.stop()
+        recipe = variant.removesuffix(CALLBACKS_SUFFIX)
+        self.strategy.compression = Compression(resolve_compression(recipe), 0)
+        self.strategy.compression.start(self.model, self.strategy.device_mesh, self.fabric.device)
+
+    def _config(self) -> gpt.GPTConfig:
+        names = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size")
+        return gpt.GPTConfig(**{name: getattr(self.arguments, name) for name in names})
+
+    def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        sequence_parallel = self.arguments.sequence_parallel
+        model = gpt.parallelize(model, mesh["tensor_parallel"], sequence_parallel=sequence_parallel)
+        return materialize(model, self.fabric.device, seed=0)
+
+
+class _Callbacks:
+    """All that watch, with their defaults."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.norms = GradientNormMonitor()
+        self.hosted = [CompressionMonitor(), CompressionGuard(), ThroughputReport()]
+        for callback in (self.norms, *self.hosted):
+            callback.attach(fabric)
+
+    def start_step(self, step: int) -> None:
+        for callback in self.hosted:
+            callback.start_step(step)
+        self.norms.start_step(step)
+
+    def before_optimizer(self, step: int, optimizer: Any, module: nn.Module) -> None:
+        self.norms.before_optimizer(step, optimizer, module)
+
+    def end_step(self, step: int, loss: torch.Tensor) -> None:
+        for callback in (*self.hosted, self.norms):
+            callback.end_step(step, loss)
+
+
+class _Clock:
+    """Milliseconds, by events on CUDA and by the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._start = self._mark()
+
+    def stop(self) -> float:
+        end = self._mark()
+        if not self._events:
+            return 1000 * (end - self._start)
+        end.synchronize()
+        return self._start.elapsed_time(end)
+
+    def _mark(self) -> Any:
+        if not self._events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def rows_of(times: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
+    """Medians, ratios to the first variant, the spread over rounds, and how far the first loss is from its."""
+    first = next(iter(times))
+    reference = statistics.median(times[first])
+    return [
+        {
+            "variant": name,
+            "step_ms": statistics.median(values),
+            "speedup": reference / statistics.median(values),
+            "spread": (max(values) - min(values)) / statistics.median(values),
+            "loss_gap": losses[name] / losses[first] - 1,
+        }
+        for name, values in times.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; ratios are to the first variant."""
+    lines = ["| variant | step, ms | speed-up | spread over rounds | first loss |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['variant']} | {row['step_ms']:.1f} | {row['speedup']:.3f}x | {100 * row['spread']:.1f}% | "
+            f"{100 * row['loss_gap']:+.4f}% |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
