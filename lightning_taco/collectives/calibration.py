@@ -1,0 +1,234 @@
+"""Times the library's exchanges and the compressed ones on a group, side by side, for `break_even`.
+
+1. Every exchange of one kind and size takes its turn in each round, so that what changes meanwhile hits all alike.
+2. In a round all ranks begin together, and each times a few calls, by events on CUDA and by the host's clock elsewhere.
+3. The slowest rank's time of a round counts, agreed by one all-reduce of all times; of the rounds, the median.
+
+So all ranks hold the same numbers, whatever their clocks say, and what follows from them is the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_taco import _compat
+from lightning_taco.collectives.algorithms import KINDS, Algorithm, algorithms_of, carrier
+from lightning_taco.collectives.break_even import Timing
+from lightning_taco.collectives.compressed import all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.traffic import Kind
+from lightning_taco.config import CodecConfig
+
+HIDDEN = 1024
+"""Size of the last dim, rounded up to a multiple of the ranks."""
+SEQUENCES = 2
+"""Size of the first dim; the second is the one that is cut and joined, as under sequence parallelism."""
+SPAN_S = 2e-3
+"""What is timed as a whole: short calls are repeated to fill it."""
+MAX_CALLS = 20
+NUM_WARM_UPS = 2
+STOCK = "stock"
+
+Call = Callable[[], Tensor]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """What is measured.
+
+    Args:
+        sizes: bytes of the whole tensor, ascending; rounded up so that all ranks have equal shards.
+        rounds: in which exchanges take turns.
+        seconds: when the next size would probably end later than this, it and all larger ones are left out. The first
+            is always measured; kernels that are compiled for it do not count.
+        kinds: of exchanges.
+    """
+
+    sizes: Sequence[int]
+    rounds: int = 7
+    seconds: float = float("inf")
+    kinds: Sequence[Kind] = KINDS
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Who measures.
+
+    Args:
+        group: the ranks that exchange.
+        device: of this rank.
+        replicas: the ranks at this rank's place of other groups that measure at the same time and are to come to the
+            same result; ``None`` when there are none.
+        clock: seconds.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    replicas: dist.ProcessGroup | None = None
+    clock: Clock = time.perf_counter
+
+    def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The largest of each number over all ranks, the same on each of them. Waits for the device."""
+        table = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.group)
+        if self.replicas is not None:
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.replicas)
+        return table.tolist()
+
+    def meet(self) -> None:
+        """Wait for all ranks, and for the device."""
+        self.slowest([[0.0]])
+
+
+def measuring_dtype(device: torch.device) -> torch.dtype:
+    """What is exchanged to measure: bf16 on CUDA, where fp32 tensors of as many bytes gain more; fp32 on CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def measure(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> Iterator[Timing]:
+    """Time all exchanges of `ladder`, one size after the other. All ranks call it and take as many results.
+
+    Args:
+        ranks: more than one.
+        codecs: with their element resolved.
+        ladder: what to measure.
+
+    Yields:
+        One timing for each kind, codec and size, the same on all ranks.
+
+    Cost: a few milliseconds for each exchange and round; tensors of the largest size, a few of them at a time.
+    """
+    _compile(ranks, codecs, ladder)
+    start = last = ranks.clock()
+    for index, size in enumerate(ladder.sizes):
+        for kind in ladder.kinds:
+            yield from _measure_kind(kind, size, ranks, codecs, ladder.rounds)
+        now = ranks.clock()
+        growth = ladder.sizes[index + 1] / size if index + 1 < len(ladder.sizes) else 1.0
+        # The same on all ranks, so they all go on or all stop.
+        ((elapsed, expected),) = ranks.slowest([[now - start, (now - last) * growth]])
+        if elapsed + expected > ladder.seconds:
+            return
+        last = now
+
+
+def _measure_kind(
+    kind: Kind, size: int, ranks: RankGroup, codecs: Sequence[CodecConfig], rounds: int
+) -> Iterator[Timing]:
+    tensor, num_bytes = example_tensor(kind, size, ranks.group, ranks.device)
+    algorithms = algorithms_of(kind, ranks.group.size())
+    calls = _calls(kind, tensor, codecs, ranks.group)
+    times = _interleaved_us(calls, ranks, rounds)
+    exact = calls[STOCK, ""]()
+    errors = ranks.slowest(
+        [[relative_error(calls[str(codec), algorithm](), exact) for algorithm in algorithms] for codec in codecs]
+    )
+    for codec, codec_errors in zip(codecs, errors, strict=True):
+        algorithm_us = {algorithm: times[str(codec), algorithm] for algorithm in algorithms}
+        worst = max(codec_errors, key=lambda error: float("inf") if error != error else error)
+        yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, worst)
+
+
+def _calls(
+    kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], group: dist.ProcessGroup
+) -> dict[tuple[str, str], Call]:
+    """By codec and algorithm, the library's own first."""
+    calls: dict[tuple[str, str], Call] = {(STOCK, ""): stock_call(kind, tensor, group)}
+    return calls | {
+        (str(codec), algorithm): compressed_call(kind, tensor, codec, group, algorithm)
+        for codec in codecs
+        for algorithm in algorithms_of(kind, group.size())
+    }
+
+
+def _compile(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> None:
+    for kind in ladder.kinds:
+        tensor, _ = example_tensor(kind, ladder.sizes[0], ranks.group, ranks.device)
+        for call in _calls(kind, tensor, codecs, ranks.group).values():
+            call()
+    ranks.meet()
+
+
+def example_tensor(kind: Kind, size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, int]:
+    """What this rank exchanges, ``[2, tokens, 1024]`` of normal values, and the bytes that ``min_bytes`` sees of it."""
+    num_ranks, dtype = group.size(), measuring_dtype(device)
+    hidden = -(-HIDDEN // num_ranks) * num_ranks
+    row_bytes = SEQUENCES * hidden * dtype.itemsize
+    tokens = max(1, -(-size // (row_bytes * num_ranks))) * num_ranks
+    num_bytes = tokens * row_bytes
+    local_tokens = tokens // num_ranks if kind == "all_gather" else tokens
+    generator = torch.Generator(device).manual_seed(group.rank())  # leaves the run's own generators alone
+    tensor = torch.randn(SEQUENCES, local_tokens, hidden, device=device, generator=generator).to(dtype)
+    return tensor, num_bytes
+
+
+def stock_call(kind: Kind, tensor: Tensor, group: dist.ProcessGroup) -> Call:
+    """The library's own exchange, as DTensor asks for it."""
+    return lambda: _compat.stock_exchange(tensor, kind, "sum", 1, 2, group)
+
+
+def compressed_call(
+    kind: Kind, tensor: Tensor, codec: CodecConfig, group: dist.ProcessGroup, algorithm: Algorithm
+) -> Call:
+    """Our exchange by `algorithm`; with sorted channels if the codec has them."""
+    if codec.reshape == "calibrated" and kind != "all_to_all":  # of its two dims one is that of the channels
+        plain = replace(codec, reshape="natural")
+        order = torch.arange(tensor.shape[-1], device=tensor.device).flip(0)  # its own inverse
+        return lambda: _exchange(kind, tensor.index_select(-1, order), plain, group, algorithm).index_select(-1, order)
+    return lambda: _exchange(kind, tensor, codec, group, algorithm)
+
+
+def _exchange(kind: Kind, tensor: Tensor, codec: CodecConfig, group: dist.ProcessGroup, algorithm: Algorithm) -> Tensor:
+    if kind == "all_reduce":
+        return all_reduce(tensor, codec, group, one_shot=algorithm == "one_shot")
+    if kind == "all_gather":
+        return all_gather(tensor, codec, group, dim=1)
+    if kind == "reduce_scatter":
+        return reduce_scatter(tensor, codec, carrier(group, algorithm), dim=1)
+    return all_to_all(tensor, codec, carrier(group, algorithm), gather_dim=1, scatter_dim=2)
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """``||result - exact|| / ||exact||``, in fp32; NaN when either holds one."""
+    return ((result.float() - exact.float()).norm() / exact.float().norm()).item()
+
+
+def _interleaved_us(calls: Mapping[tuple[str, str], Call], ranks: RankGroup, rounds: int) -> dict[tuple[str, str], float]:
+    """Microseconds of each call, the same on all ranks."""
+    for call in calls.values():
+        for _ in range(NUM_WARM_UPS):
+            call()
+    estimates = ranks.slowest([[_span(call, 1, ranks) for call in calls.values()]])[0]
+    counts = [max(1, min(MAX_CALLS, int(SPAN_S / max(estimate, 1e-9)))) for estimate in estimates]
+    spans = [
+        [_span(call, count, ranks) for call, count in zip(calls.values(), counts, strict=True)] for _ in range(rounds)
+    ]
+    by_call = zip(*ranks.slowest(spans), strict=True)
+    medians = [statistics.median(times) / count for times, count in zip(by_call, counts, strict=True)]
+    return {name: 1e6 * seconds for name, seconds in zip(calls, medians, strict=True)}
+
+
+def _span(call: Call, count: int, ranks: RankGroup) -> float:
+    """Seconds of `count` calls that all ranks begin together."""
+    ranks.meet()
+    if count > 1:
+        call()  # so that ranks which go on later cost those that are timed nothing
+    if ranks.device.type != "cuda":
+        start = ranks.clock()
+        for _ in range(count):
+            call()
+        return ranks.clock() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
