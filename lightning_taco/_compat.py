@@ -39,7 +39,7 @@ def torch_version() -> tuple[int, int]:
 
 def library_versions(device: torch.device) -> dict[str, str]:
     """Versions of what moves and computes on `device`: two that differ may differ in speed."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

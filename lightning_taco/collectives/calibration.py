@@ -37,6 +37,8 @@ STOCK = "stock"
 
 Call = Callable[[], Tensor]
 Clock = Callable[[], float]
+Name = tuple[str, str]
+"""Of a call: the codec in words, or `STOCK`, and the algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +138,9 @@ def _measure_kind(
         yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, worst)
 
 
-def _calls(
-    kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], group: dist.ProcessGroup
-) -> dict[tuple[str, str], Call]:
+def _calls(kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], group: dist.ProcessGroup) -> dict[Name, Call]:
     """By codec and algorithm, the library's own first."""
-    calls: dict[tuple[str, str], Call] = {(STOCK, ""): stock_call(kind, tensor, group)}
+    calls: dict[Name, Call] = {(STOCK, ""): stock_call(kind, tensor, group)}
     return calls | {
         (str(codec), algorithm): compressed_call(kind, tensor, codec, group, algorithm)
         for codec in codecs
@@ -200,7 +200,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     return ((result.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
-def _interleaved_us(calls: Mapping[tuple[str, str], Call], ranks: RankGroup, rounds: int) -> dict[tuple[str, str], float]:
+def _interleaved_us(calls: Mapping[Name, Call], ranks: RankGroup, rounds: int) -> dict[Name, float]:
     """Microseconds of each call, the same on all ranks."""
     for call in calls.values():
         for _ in range(NUM_WARM_UPS):

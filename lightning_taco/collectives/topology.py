@@ -1,4 +1,4 @@
-"""On what a group's exchanges were timed: figures of another machine, or of the same one set up otherwise, don't hold."""
+"""On what exchanges were timed: figures of another machine, or of the same one set up otherwise, do not hold."""
 
 from __future__ import annotations
 

@@ -297,9 +297,7 @@ class CompressionSession:
         sent_bytes = stock_bytes
         if codec is not None:
             one_shot = exchange.algorithm == "one_shot"
-            sent_bytes = compressed_sent_bytes(
-                exchange.kind, tensor.numel(), self.world_size, codec, one_shot=one_shot
-            )
+            sent_bytes = compressed_sent_bytes(exchange.kind, tensor.numel(), self.world_size, codec, one_shot=one_shot)
         self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, sent_bytes)
 
     def nothing_compressed_reason(self) -> str | None:

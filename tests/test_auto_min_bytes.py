@@ -1,0 +1,144 @@
+"""``min_bytes="auto"`` through the Trainer strategy on two gloo ranks: what it reads, measures, says and compresses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from lightning_taco import CodecConfig, CompressionConfig, TacoTPStrategy
+from lightning_taco.callbacks.run_logger import RunLogger
+from lightning_taco.collectives.algorithms import KINDS
+from lightning_taco.collectives.break_even import BreakEven, Timing
+from lightning_taco.collectives.break_even_file import Measured, cache_path, load, save
+from lightning_taco.collectives.calibration import Ladder, RankGroup
+from lightning_taco.collectives.topology import Topology
+from lightning_taco.dtensor.session import COMPRESSED
+from lightning_taco.strategies import break_even as deciding
+from tests.lightning_models import (
+    TinyModule,
+    captured_messages,
+    make_trainer,
+    tiny_dataloader,
+    warm_lightning,  # noqa: F401  a fixture
+)
+from tests.ranks import run_forked
+from tests.timings import INT4, INT8, hand_made
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("warm_lightning")
+
+
+def fit(config: CompressionConfig, **settings: Any) -> tuple[TacoTPStrategy, list[str]]:
+    strategy = TacoTPStrategy(compression=config)
+    with captured_messages() as texts:
+        make_trainer(strategy, limit_val_batches=0, limit_train_batches=2, **settings).fit(
+            TinyModule(), tiny_dataloader()
+        )
+    return strategy, texts
+
+
+def num_compressed(strategy: TacoTPStrategy, direction: str | None = None) -> int:
+    return strategy.compression.traffic.total(outcome=COMPRESSED, direction=direction).num_messages
+
+
+def test_auto_in_the_trainer_strategy(tmp_path: Path) -> None:
+    """Two batches of one all-reduce of 4 KiB in forward and one in backward."""
+    auto = CompressionConfig(min_bytes="auto", backward=INT4)
+
+    def check(rank: int) -> list[tuple[Any, list[str]]]:
+        pytest.MonkeyPatch().setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        pytest.MonkeyPatch().setattr(deciding, "QUICK", Ladder(sizes=(1 << 14,), rounds=1))
+        here = Topology.of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+        outcomes = []
+
+        def run(cached: Measured | None, config: CompressionConfig = auto, **settings: Any) -> TacoTPStrategy:
+            dist.barrier()
+            if rank == 0 and cached is not None:
+                save(cached, cache_path())
+            dist.barrier()
+            strategy, texts = fit(config, **settings)
+            measured = strategy.compression.measured
+            outcomes.append((measured, [text for text in texts if "auto" in text or "first step" in text]))
+            return strategy
+
+        run(None)
+        measured = outcomes[0][0]
+        assert measured.topology == here
+        assert [row.num_bytes for row in measured.break_even.timings] == [1 << 14] * 8
+        assert not cache_path().exists()
+        assert num_compressed(run(hand_made(4096, (INT8, INT4), here), logger=RunLogger(tmp_path / "run"))) == 4
+        dist.barrier()
+        assert load(tmp_path / "run" / "break_even.json") == outcomes[1][0] == hand_made(4096, (INT8, INT4), here)
+        assert num_compressed(run(hand_made(4097, (INT8, INT4), here))) == 0
+        by_codec = BreakEven.of((*hand_made(64).break_even.timings, *hand_made(None, (INT4,)).break_even.timings))
+        strategy = run(Measured(here, by_codec))
+        assert (num_compressed(strategy, "forward"), num_compressed(strategy, "backward")) == (2, 0)
+        run(hand_made(64, (INT8,), here))
+        run(hand_made(64, (INT8, INT4), replace(here, num_ranks=2, versions="torch 1.0")))
+        return outcomes
+
+    outcomes, of_other_rank = run_forked(2, check)
+    assert [measured for measured, _ in outcomes] == [measured for measured, _ in of_other_rank]
+    assert not [text for _, texts in of_other_rank for text in texts if text.startswith("lightning_taco: ")]
+    texts = [texts for _, texts in outcomes]
+    assert sum("min_bytes='auto': measured in " in text for text in texts[0]) == 1
+    assert [sum(f"min_bytes='auto': {kind}: " in text for text in texts[0]) for kind in KINDS] == [1, 1, 1, 1]
+    assert sum("as measured by `lightning-taco bench`" in text for text in texts[1]) == 1
+    line = (
+        "lightning_taco: min_bytes='auto': all_reduce: int8, block 128, Hadamard: from 4.0 KiB on, by one_shot "
+        "(2.00x at 4.0 KiB); int4, block 128, Hadamard: from 4.0 KiB on, by one_shot (2.00x at 4.0 KiB)"
+    )
+    assert texts[1].count(line) == 1
+    warning = (
+        "lightning_taco compressed nothing in the first step: 2 x min_bytes='auto': compressed all_reduce was not "
+        "faster below 4097 bytes, as measured."
+    )
+    assert texts[2].count(warning) == 1
+    assert any("int4, block 128, Hadamard: never, as it does not pay (0.50x at 100 B)" in text for text in texts[3])
+    assert sum("is not used: it has no figures for int4, block 128, Hadamard" in text for text in texts[4]) == 1
+    assert sum("is not used: it was measured with other settings: versions 'torch 1.0'" in t for t in texts[5]) == 1
+    assert all(any("measured in" in text for text in texts[index]) for index in (4, 5))
+
+
+class SwitchesCodec(Callback):
+    """Goes on with INT4 after the first batch."""
+
+    break_even: BreakEven
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.strategy.compression.switch(CompressionConfig(min_bytes="auto", forward=INT4))
+            self.break_even = trainer.strategy.session.break_even
+
+
+def test_auto_says_why_nothing_pays_and_measures_each_codec_once(tmp_path: Path) -> None:
+    def check(rank: int) -> list[str]:
+        pytest.MonkeyPatch().setenv("XDG_CACHE_HOME", str(tmp_path))
+        calls: list[Sequence[CodecConfig]] = []
+
+        def never(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> list[Timing]:
+            calls.append(codecs)
+            return list(hand_made(None, codecs).break_even.timings)
+
+        pytest.MonkeyPatch().setattr(deciding, "measure", never)
+        switching = SwitchesCodec()
+        strategy, texts = fit(CompressionConfig(min_bytes="auto"), callbacks=[switching])
+        assert num_compressed(strategy) == 0
+        assert calls == [[INT8], [INT4]], "the codec that a schedule switches to is measured then"
+        assert [switching.break_even.covers(codec) for codec in (INT8, INT4)] == [True, True]
+        assert strategy.lightning_module is not None
+        strategy.lightning_module.trainer.validate(strategy.lightning_module, tiny_dataloader(), verbose=False)
+        assert calls == [[INT8], [INT4]], "a second set-up takes what the first has measured"
+        return texts
+
+    texts = run_forked(2, check)[0]
+    warning = (
+        "lightning_taco compressed nothing in the first step: 2 x min_bytes='auto': compressed all_reduce was slower "
+        "at all sizes that were measured."
+    )
+    assert texts.count(warning) == 1
