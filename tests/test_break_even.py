@@ -202,6 +202,7 @@ def test_another_topology_is_told_apart() -> None:
     other = replace(TOPOLOGY, num_ranks=4, network="NCCL_P2P_DISABLE=1")
     assert TOPOLOGY.difference(other) == "num_ranks 2, here 4; network '', here 'NCCL_P2P_DISABLE=1'"
     variables = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO", "HOME": "/", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_ASYNC_ERROR_HANDLING": "1"}  # of launchers
     assert _network(variables) == "GLOO_SOCKET_IFNAME=lo NCCL_P2P_DISABLE=1"
 
 
@@ -300,7 +301,10 @@ def test_ranks_with_different_clocks_agree(num_ranks: int) -> None:
     assert all(row.stock_us == pytest.approx(slowest_us) for row in first)
     for row in first:
         assert dict(row.algorithm_us) == pytest.approx(all_algorithms(row.kind, slowest_us, num_ranks))
-        assert 0.003 < row.relative_error < (0.02 if row.codec == str(INT8) else 0.3)
+        for error in row.relative_errors.values():
+            assert 0.003 < error < (0.02 if row.codec == str(INT8) else 0.3)
+        if (row.kind, num_ranks) == ("all_reduce", 3):
+            assert row.relative_errors["two_shot"] > 1.2 * row.relative_errors["one_shot"], "it quantises twice"
         assert row.num_bytes % (1 << 14) == 0 or num_ranks == 3
 
 

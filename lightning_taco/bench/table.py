@@ -45,7 +45,7 @@ def timing_table(kind: Kind, codec: CodecConfig, measured: Measured) -> Table:
                     f"{microseconds:,.1f}",
                     f"[{'green' if gain >= PAYS else 'red'}]{gain:.2f}x",
                     f"{bytes_allow(timing, algorithm, codec, measured):.2f}x",
-                    f"{timing.relative_error:.2%}",
+                    f"{timing.relative_errors[algorithm]:.2%}",
                 )
     return table
 

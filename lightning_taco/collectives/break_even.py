@@ -36,7 +36,7 @@ class Timing:
         num_bytes: of the whole tensor before compression, as ``min_bytes`` counts it.
         stock_us: microseconds of the library's own exchange.
         algorithm_us: microseconds of each algorithm of ours.
-        relative_error: ``||x' - x|| / ||x||`` of the result, the worst of all ranks.
+        relative_errors: ``||x' - x|| / ||x||`` of the result of each, the worst of all ranks.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Timing:
     num_bytes: int
     stock_us: float
     algorithm_us: Mapping[Algorithm, float]
-    relative_error: float = 0.0
+    relative_errors: Mapping[Algorithm, float]
 
 
 class Segment(NamedTuple):
@@ -120,7 +120,8 @@ class BreakEven:
 def segments_of(timings: Iterable[Timing]) -> tuple[Segment, ...]:
     """Where compressing pays, by which algorithm, from the timings of one kind and codec.
 
-    >>> times = [Timing("all_gather", "int8", size, size, {"all_gather": 10 + size / 2}) for size in (10, 30, 90)]
+    >>> sizes = (10, 30, 90)
+    >>> times = [Timing("all_gather", "int8", size, size, {"all_gather": 10 + size / 2}, {}) for size in sizes]
     >>> segments_of(times)  # even at 20, and 5% faster at 23
     (Segment(num_bytes=23, algorithm='all_gather'),)
     """

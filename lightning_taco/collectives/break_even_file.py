@@ -97,7 +97,7 @@ def _rows_of(timing: Timing, break_even: BreakEven) -> list[dict[str, Any]]:
             "stock_us": timing.stock_us,
             "compressed_us": microseconds,
             "speed_up": timing.stock_us / microseconds,
-            "relative_error": timing.relative_error,
+            "relative_error": timing.relative_errors[algorithm],
             "pays_from_bytes": "never" if least is None else least,
         }
         for algorithm, microseconds in timing.algorithm_us.items()
@@ -105,31 +105,30 @@ def _rows_of(timing: Timing, break_even: BreakEven) -> list[dict[str, Any]]:
 
 
 def _timings(rows: Iterable[Any], num_ranks: int) -> list[Timing]:
-    algorithm_us: dict[Any, dict[Any, float]] = {}
+    found: dict[tuple[Any, str, int, float], dict[Any, tuple[float, float]]] = {}
     for row in rows:
-        key = _checked_key(row, num_ranks)
-        algorithm_us.setdefault(key, {})[row["algorithm"]] = float(row["compressed_us"])
-    for kind, _, _, _, _ in algorithm_us:
-        allowed = set(algorithms_of(kind, num_ranks))
-        if any(set(times) != allowed for key, times in algorithm_us.items() if key[0] == kind):
-            raise ValueError(f"it does not have all algorithms of {kind} on {num_ranks} ranks: {', '.join(allowed)}")
-    return [
-        Timing(kind, codec, num_bytes, stock_us, times, error)
-        for (kind, codec, num_bytes, stock_us, error), times in algorithm_us.items()
-    ]
+        _require_row(row, num_ranks)
+        key = (row["exchange"], row["codec"], row["bytes"], float(row["stock_us"]))
+        found.setdefault(key, {})[row["algorithm"]] = (float(row["compressed_us"]), float(row["relative_error"]))
+    timings = []
+    for (kind, codec, num_bytes, stock_us), by in found.items():
+        if set(by) != set(algorithms_of(kind, num_ranks)):
+            needed = ", ".join(algorithms_of(kind, num_ranks))
+            raise ValueError(f"it does not have all algorithms of {kind} on {num_ranks} ranks: {needed}")
+        times, errors = ({name: pair[index] for name, pair in by.items()} for index in range(2))
+        timings.append(Timing(kind, codec, num_bytes, stock_us, times, errors))
+    return timings
 
 
-def _checked_key(row: Any, num_ranks: int) -> tuple[Any, str, int, float, float]:
+def _require_row(row: Any, num_ranks: int) -> None:
     if not isinstance(row, Mapping):
         raise ValueError(f"{row!r} is not a row")
     if row.get("exchange") not in KINDS or not isinstance(row.get("codec"), str):
         raise ValueError(f"a row is of the exchange {row.get('exchange')!r} and the codec {row.get('codec')!r}")
     if row.get("algorithm") not in algorithms_of(row["exchange"], num_ranks):
         raise ValueError(f"{row['exchange']} on {num_ranks} ranks has no algorithm {row.get('algorithm')!r}")
-    numbers = [row.get(name) for name in ("bytes", "stock_us", "compressed_us", "relative_error")]
-    for value in numbers:
+    for value in (row.get(name) for name in ("bytes", "stock_us", "compressed_us", "relative_error")):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{value!r} is not a size, a time or an error")
     if not row["compressed_us"] > 0 or not isinstance(row["bytes"], int):
         raise ValueError("a time of 0, or a size that is not whole")
-    return row["exchange"], row["codec"], row["bytes"], float(row["stock_us"]), float(row["relative_error"])

@@ -134,8 +134,8 @@ def _measure_kind(
     )
     for codec, codec_errors in zip(codecs, errors, strict=True):
         algorithm_us = {algorithm: times[str(codec), algorithm] for algorithm in algorithms}
-        worst = max(codec_errors, key=lambda error: float("inf") if error != error else error)
-        yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, worst)
+        relative_errors = dict(zip(algorithms, codec_errors, strict=True))
+        yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, relative_errors)
 
 
 def _calls(kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], group: dist.ProcessGroup) -> dict[Name, Call]:

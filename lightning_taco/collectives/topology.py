@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning_taco import _compat
 from lightning_taco.collectives.calibration import measuring_dtype
 
-NETWORK_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_")
-IRRELEVANT = ("NCCL_DEBUG", "NCCL_VERSION")
-"""Beginnings of variables that change what is written, not how fast it goes."""
+NETWORK_PREFIXES = ("NCCL_", "GLOO_")
+IRRELEVANT = ("NCCL_DEBUG", "NCCL_VERSION", "NCCL_ASYNC_ERROR_HANDLING")
+"""Beginnings of variables that do not change how fast it goes; launchers and images set some."""
 
 
 @dataclass(frozen=True)
