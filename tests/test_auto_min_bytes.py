@@ -1,6 +1,7 @@
 """``min_bytes="auto"`` through the Trainer strategy on two gloo ranks: what it reads, measures, says and compresses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,37 +9,45 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback
 
 from lightning_taco import CodecConfig, CompressionConfig, TacoTPStrategy
+from lightning_taco import fabric as taco_fabric
 from lightning_taco.callbacks.run_logger import RunLogger
+from lightning_taco.collectives import all_reduce
 from lightning_taco.collectives.algorithms import KINDS
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, load, save
 from lightning_taco.collectives.calibration import Ladder, RankGroup
 from lightning_taco.collectives.topology import Topology
-from lightning_taco.dtensor.session import COMPRESSED
+from lightning_taco.collectives.traffic import compressed_sent_bytes
+from lightning_taco.dtensor.session import COMPRESSED, CompressionSession, Exchange
 from lightning_taco.strategies import break_even as deciding
 from tests.lightning_models import (
+    TinyLm,
     TinyModule,
+    apply_tiny_plan,
     captured_messages,
     make_trainer,
     tiny_dataloader,
+    tiny_plan,
     warm_lightning,  # noqa: F401  a fixture
 )
-from tests.ranks import run_forked
-from tests.timings import INT4, INT8, hand_made
+from tests.ranks import run_forked, run_threads
+from tests.timings import INT4, INT8, hand_made, timing
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("warm_lightning")
 
 
-def fit(config: CompressionConfig, **settings: Any) -> tuple[TacoTPStrategy, list[str]]:
+def fit(
+    config: CompressionConfig, model: dict[str, Any] | None = None, **settings: Any
+) -> tuple[TacoTPStrategy, list[str]]:
     strategy = TacoTPStrategy(compression=config)
     with captured_messages() as texts:
-        make_trainer(strategy, limit_val_batches=0, limit_train_batches=2, **settings).fit(
-            TinyModule(), tiny_dataloader()
-        )
+        trainer = make_trainer(strategy, limit_val_batches=0, limit_train_batches=2, **settings)
+        trainer.fit(TinyModule(**model or {}), tiny_dataloader())
     return strategy, texts
 
 
@@ -78,8 +87,19 @@ def test_auto_in_the_trainer_strategy(tmp_path: Path) -> None:
         by_codec = BreakEven.of((*hand_made(64).break_even.timings, *hand_made(None, (INT4,)).break_even.timings))
         strategy = run(Measured(here, by_codec))
         assert (num_compressed(strategy, "forward"), num_compressed(strategy, "backward")) == (2, 0)
+        compiled = run(hand_made(64, (INT8, INT4), here), model={"compile_backend": "eager"})
+        assert num_compressed(compiled) == 4
+        state = compiled.compression.state_dict()
+        assert state is not None
+        assert state["settings"]["min_bytes"] == "auto", "a resumed run reads or measures again"
+        assert not {"break_even", "measured"} & state.keys()
+        with launched_fabric() as fabric:
+            module = fabric.setup_module(TinyLm())
+            fabric.backward(module(torch.zeros(2, 8, dtype=torch.long)).sum())
+            assert num_compressed(fabric.strategy) == 2
+            assert fabric.strategy.compression.measured == hand_made(64, (INT8, INT4), here)
         run(hand_made(64, (INT8,), here))
-        run(hand_made(64, (INT8, INT4), replace(here, num_ranks=2, versions="torch 1.0")))
+        run(hand_made(64, (INT8, INT4), replace(here, versions="torch 1.0")))
         return outcomes
 
     outcomes, of_other_rank = run_forked(2, check)
@@ -100,9 +120,21 @@ def test_auto_in_the_trainer_strategy(tmp_path: Path) -> None:
     )
     assert texts[2].count(warning) == 1
     assert any("int4, block 128, Hadamard: never, as it does not pay (0.50x at 100 B)" in text for text in texts[3])
-    assert sum("is not used: it has no figures for int4, block 128, Hadamard" in text for text in texts[4]) == 1
-    assert sum("is not used: it was measured with other settings: versions 'torch 1.0'" in t for t in texts[5]) == 1
-    assert all(any("measured in" in text for text in texts[index]) for index in (4, 5))
+    assert sum("is not used: it has no figures for int4, block 128, Hadamard" in text for text in texts[5]) == 1
+    assert sum("is not used: it was measured with other settings: versions 'torch 1.0'" in t for t in texts[6]) == 1
+    assert all(any("measured in" in text for text in texts[index]) for index in (5, 6))
+
+
+@contextmanager
+def launched_fabric() -> Iterator[Any]:
+    strategy = taco_fabric.TacoTPStrategy(
+        lambda model, mesh: apply_tiny_plan(model, mesh, tiny_plan()),
+        compression=CompressionConfig(min_bytes="auto", backward=INT4),
+    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    yield fabric
+    strategy.teardown()
 
 
 class SwitchesCodec(Callback):
@@ -142,3 +174,38 @@ def test_auto_says_why_nothing_pays_and_measures_each_codec_once(tmp_path: Path)
         "at all sizes that were measured."
     )
     assert texts.count(warning) == 1
+
+
+def test_session_goes_by_the_algorithm_that_was_measured() -> None:
+    """Three ranks: an all-reduce of 4 KiB by the one-shot, of 64 KiB by the two-shot, each counted as what it sends."""
+    rows = [
+        timing(4096, 9.0, "all_reduce", one_shot=1.0, two_shot=2.0),
+        timing(1 << 16, 99.0, "all_reduce", one_shot=20.0, two_shot=10.0),
+    ]
+
+    def check(rank: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        session = CompressionSession(CompressionConfig(min_bytes="auto"), group)
+        session.break_even = BreakEven.of(rows)
+        seen: list[str | None] = []
+        session.observers.append(lambda exchange, site, codec: seen.append(exchange.algorithm))
+        for num_rows, is_one_shot in ((8, True), (128, False), (7, None)):
+            values = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(rank))
+            before = session.traffic.total().sent_bytes
+            result = session.exchange(Exchange(kind="all_reduce", tensor=values), values.clone)
+            sent = session.traffic.total().sent_bytes - before
+            if is_one_shot is None:
+                assert torch.equal(result, values), "smaller than what pays: the stock exchange, here a copy"
+                continue
+            assert torch.equal(result, all_reduce(values, INT8, group, one_shot=is_one_shot))
+            assert not torch.equal(result, all_reduce(values, INT8, group, one_shot=not is_one_shot))
+            assert sent == compressed_sent_bytes("all_reduce", values.numel(), 3, INT8, one_shot=is_one_shot)
+        assert seen == ["one_shot", "two_shot"]
+        # Without "auto" nothing is chosen by what was measured.
+        session.config = CompressionConfig(min_bytes=0)
+        values = torch.ones(8, 128) * (rank + 1)
+        session.exchange(Exchange(kind="all_reduce", tensor=values), values.clone)
+        assert seen[2] is None
+
+    run_threads(3, check)

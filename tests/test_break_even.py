@@ -1,5 +1,6 @@
 """From which size on compressing pays: the rules on hand-made timings, their file, the algorithms, and measuring."""
 
+import doctest
 import functools
 import json
 import math
@@ -14,13 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_taco.bench import settings as bench_settings
 from lightning_taco.codec.reference import (
     decode_reference,
     decode_sum_reference,
     encode_reference,
     requantize_reference,
 )
-from lightning_taco.collectives import ProcessGroupTransport, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives import (
+    ProcessGroupTransport,
+    algorithms,
+    all_reduce,
+    all_to_all,
+    break_even,
+    reduce_scatter,
+)
 from lightning_taco.collectives.algorithms import KINDS, algorithms_of
 from lightning_taco.collectives.break_even import MARGIN, NEVER_SLOWER, BreakEven, Segment, Timing, segments_of
 from lightning_taco.collectives.break_even_file import cache_path, from_json, load, save, to_json
@@ -48,6 +57,13 @@ def gathers(*times: tuple[float, float]) -> list[Timing]:
 
 
 # The rules
+
+
+def test_examples_of_the_docstrings() -> None:
+    for module in (algorithms, break_even, bench_settings):
+        results = doctest.testmod(module)
+        assert results.attempted > 0
+        assert results.failed == 0
 
 
 @pytest.mark.parametrize(
