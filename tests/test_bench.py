@@ -196,16 +196,17 @@ def test_tables_show_every_timing_and_the_break_even() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "algorithm", "expected"),
     [
-        (2, "bfloat16", "one_shot", 16 / 8.25),
-        (2, "float32", "one_shot", 32 / 8.25),
-        (4, "bfloat16", "two_shot", 16 / 8.25),
-        (4, "bfloat16", "one_shot", 16 / 8.25 / 2),
+        (2, "bfloat16", "one_shot", "1.94x"),
+        (2, "float32", "one_shot", "3.88x"),
+        (4, "bfloat16", "two_shot", "1.94x"),
+        (4, "bfloat16", "one_shot", "0.97x"),
+        (4, "bfloat16", "hierarchical", ""),
     ],
 )
-def test_bytes_allow(num_ranks: int, dtype: str, algorithm: str, expected: float) -> None:
+def test_bytes_allow(num_ranks: int, dtype: str, algorithm: str, expected: str) -> None:
     row = timing(1 << 20, 1.0, "all_reduce", one_shot=1.0, two_shot=1.0)
     measured = hand_made()._replace(topology=replace(TOPOLOGY, num_ranks=num_ranks, dtype=dtype))
-    assert bytes_allow(row, algorithm, INT8, measured) == pytest.approx(expected, rel=1e-3)
+    assert bytes_allow(row, algorithm, INT8, measured) == expected
 
 
 def test_plot_has_a_line_for_each_kind_and_codec(tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def test_sizes_are_those_that_min_bytes_sees() -> None:
             calibrated = replace(INT8, reshape="calibrated")
             for codec in (INT8, calibrated):
                 for algorithm in algorithms_of(kind, dist.get_world_size()):
-                    result = compressed_call(kind, tensor, codec, group, algorithm)()
+                    result = compressed_call(kind, tensor, codec, world(), algorithm)()
                     assert result.shape == exact.shape
                     assert (result - exact).norm() < 0.02 * exact.norm()
 

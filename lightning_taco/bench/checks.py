@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_taco.collectives.algorithms import algorithms_of
 from lightning_taco.collectives.calibration import (
     RankGroup,
     compressed_call,
@@ -31,8 +30,8 @@ def problem_of(ranks: RankGroup, codecs: Sequence[CodecConfig], kinds: Sequence[
         tensor, _ = example_tensor(kind, CHECKED_BYTES, ranks.group, ranks.device)
         exact = stock_call(kind, tensor, ranks.group)()
         for codec in codecs:
-            for algorithm in algorithms_of(kind, ranks.group.size()):
-                result = compressed_call(kind, tensor, codec, ranks.group, algorithm)()
+            for algorithm in ranks.algorithms(kind):
+                result = compressed_call(kind, tensor, codec, ranks, algorithm)()
                 problem = _problem(kind, codec, result, exact, ranks)
                 if problem is not None:
                     return f"{kind} by {algorithm}, {codec}: {problem}"

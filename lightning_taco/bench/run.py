@@ -17,6 +17,7 @@ from lightning_taco.bench.table import print_figures
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, save
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.topology import Topology
 from lightning_taco.config import CodecConfig
 
@@ -28,7 +29,7 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     """Time everything over the default process group; the exit status, the same on all ranks."""
     group = dist.group.WORLD
     assert group is not None
-    codecs, ranks = settings.codec_configs(), RankGroup(group, device)
+    codecs, ranks = settings.codec_configs(), RankGroup(group, device, hierarchy=Hierarchy.of(group))
     topology = Topology.of(group, device)
     problem = problem_of(ranks, codecs, settings.kinds)
     if problem is not None:

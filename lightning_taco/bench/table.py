@@ -44,21 +44,26 @@ def timing_table(kind: Kind, codec: CodecConfig, measured: Measured) -> Table:
                     f"{timing.stock_us:,.1f}",
                     f"{microseconds:,.1f}",
                     f"[{'green' if gain >= PAYS else 'red'}]{gain:.2f}x",
-                    f"{bytes_allow(timing, algorithm, codec, measured):.2f}x",
+                    bytes_allow(timing, algorithm, codec, measured),
                     f"{timing.relative_errors[algorithm]:.2%}",
                 )
     return table
 
 
-def bytes_allow(timing: Timing, algorithm: str, codec: CodecConfig, measured: Measured) -> float:
-    """The speed-up if nothing but the bytes on the wire took time: those of the stock exchange over ours."""
+def bytes_allow(timing: Timing, algorithm: str, codec: CodecConfig, measured: Measured) -> str:
+    """The speed-up if nothing but the bytes on the wire took time: those of the stock exchange over ours.
+
+    Nothing for an algorithm that uses two kinds of links.
+    """
+    if algorithm == "hierarchical":
+        return ""
     num_ranks = measured.topology.num_ranks
     num_shards = num_ranks if timing.kind == "all_gather" else 1
     local_bytes = timing.num_bytes // num_shards
     num_values = local_bytes // ITEM_BYTES[measured.topology.dtype]
     one_shot = algorithm == "one_shot"
     sent = compressed_sent_bytes(timing.kind, num_values, num_ranks, codec, one_shot=one_shot)
-    return stock_sent_bytes(timing.kind, local_bytes, num_ranks) / sent
+    return f"{stock_sent_bytes(timing.kind, local_bytes, num_ranks) / sent:.2f}x"
 
 
 def ceilings(timings: Sequence[Timing], num_ranks: int, copy_rate: float) -> str:

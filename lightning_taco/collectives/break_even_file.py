@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_taco.collectives.algorithms import KINDS, algorithms_of
+from lightning_taco.collectives.algorithms import KINDS
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.topology import Topology
 
@@ -51,7 +51,7 @@ def from_json(content: Any) -> Measured:
     if not isinstance(content, Mapping) or not isinstance(content.get("rows"), list):
         raise ValueError("it has no list of rows")
     topology = Topology.from_json(content.get("topology"))
-    return Measured(topology, BreakEven.of(_timings(content["rows"], topology.num_ranks)))
+    return Measured(topology, BreakEven.of(_timings(content["rows"], topology)))
 
 
 def load(path: Path) -> Measured:
@@ -104,29 +104,29 @@ def _rows_of(timing: Timing, break_even: BreakEven) -> list[dict[str, Any]]:
     ]
 
 
-def _timings(rows: Iterable[Any], num_ranks: int) -> list[Timing]:
+def _timings(rows: Iterable[Any], topology: Topology) -> list[Timing]:
     found: dict[tuple[Any, str, int, float], dict[Any, tuple[float, float]]] = {}
     for row in rows:
-        _require_row(row, num_ranks)
+        _require_row(row, topology)
         key = (row["exchange"], row["codec"], row["bytes"], float(row["stock_us"]))
         found.setdefault(key, {})[row["algorithm"]] = (float(row["compressed_us"]), float(row["relative_error"]))
     timings = []
     for (kind, codec, num_bytes, stock_us), by in found.items():
-        if set(by) != set(algorithms_of(kind, num_ranks)):
-            needed = ", ".join(algorithms_of(kind, num_ranks))
-            raise ValueError(f"it does not have all algorithms of {kind} on {num_ranks} ranks: {needed}")
+        if set(by) != set(topology.algorithms(kind)):
+            needed = ", ".join(topology.algorithms(kind))
+            raise ValueError(f"it does not have all algorithms of {kind} on {topology.num_ranks} ranks: {needed}")
         times, errors = ({name: pair[index] for name, pair in by.items()} for index in range(2))
         timings.append(Timing(kind, codec, num_bytes, stock_us, times, errors))
     return timings
 
 
-def _require_row(row: Any, num_ranks: int) -> None:
+def _require_row(row: Any, topology: Topology) -> None:
     if not isinstance(row, Mapping):
         raise ValueError(f"{row!r} is not a row")
     if row.get("exchange") not in KINDS or not isinstance(row.get("codec"), str):
         raise ValueError(f"a row is of the exchange {row.get('exchange')!r} and the codec {row.get('codec')!r}")
-    if row.get("algorithm") not in algorithms_of(row["exchange"], num_ranks):
-        raise ValueError(f"{row['exchange']} on {num_ranks} ranks has no algorithm {row.get('algorithm')!r}")
+    if row.get("algorithm") not in topology.algorithms(row["exchange"]):
+        raise ValueError(f"{row['exchange']} on {topology.num_ranks} ranks has no algorithm {row.get('algorithm')!r}")
     for value in (row.get(name) for name in ("bytes", "stock_us", "compressed_us", "relative_error")):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{value!r} is not a size, a time or an error")

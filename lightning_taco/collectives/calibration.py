@@ -9,6 +9,7 @@ So all ranks hold the same numbers, whatever their clocks say, and what follows 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.collectives.algorithms import KINDS, Algorithm, algorithms_of, carrier
+from lightning_taco.collectives.algorithms import KINDS, Algorithm, algorithms_of, exchange
 from lightning_taco.collectives.break_even import Timing
-from lightning_taco.collectives.compressed import all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.traffic import Kind
 from lightning_taco.config import CodecConfig
 
@@ -68,12 +69,14 @@ class RankGroup:
         device: of this rank.
         replicas: the ranks at this rank's place of other groups that measure at the same time and are to come to the
             same result; ``None`` when there are none.
+        hierarchy: of a group that spans hosts; ``None`` for one that does not.
         clock: seconds.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     replicas: dist.ProcessGroup | None = None
+    hierarchy: Hierarchy | None = None
     clock: Clock = time.perf_counter
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -83,6 +86,10 @@ class RankGroup:
         if self.replicas is not None:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.replicas)
         return table.tolist()
+
+    def algorithms(self, kind: Kind) -> tuple[Algorithm, ...]:
+        """Those that these ranks can exchange by."""
+        return algorithms_of(kind, self.group.size(), self.hierarchy is not None)
 
     def meet(self) -> None:
         """Wait for all ranks, and for the device."""
@@ -125,8 +132,8 @@ def _measure_kind(
     kind: Kind, size: int, ranks: RankGroup, codecs: Sequence[CodecConfig], rounds: int
 ) -> Iterator[Timing]:
     tensor, num_bytes = example_tensor(kind, size, ranks.group, ranks.device)
-    algorithms = algorithms_of(kind, ranks.group.size())
-    calls = _calls(kind, tensor, codecs, ranks.group)
+    algorithms = ranks.algorithms(kind)
+    calls = _calls(kind, tensor, codecs, ranks)
     times = _interleaved_us(calls, ranks, rounds)
     exact = calls[STOCK, ""]()
     errors = ranks.slowest(
@@ -138,20 +145,20 @@ def _measure_kind(
         yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, relative_errors)
 
 
-def _calls(kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], group: dist.ProcessGroup) -> dict[Name, Call]:
+def _calls(kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], ranks: RankGroup) -> dict[Name, Call]:
     """By codec and algorithm, the library's own first."""
-    calls: dict[Name, Call] = {(STOCK, ""): stock_call(kind, tensor, group)}
+    calls: dict[Name, Call] = {(STOCK, ""): stock_call(kind, tensor, ranks.group)}
     return calls | {
-        (str(codec), algorithm): compressed_call(kind, tensor, codec, group, algorithm)
+        (str(codec), algorithm): compressed_call(kind, tensor, codec, ranks, algorithm)
         for codec in codecs
-        for algorithm in algorithms_of(kind, group.size())
+        for algorithm in ranks.algorithms(kind)
     }
 
 
 def _compile(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> None:
     for kind in ladder.kinds:
         tensor, _ = example_tensor(kind, ladder.sizes[0], ranks.group, ranks.device)
-        for call in _calls(kind, tensor, codecs, ranks.group).values():
+        for call in _calls(kind, tensor, codecs, ranks).values():
             call()
     ranks.meet()
 
@@ -174,25 +181,14 @@ def stock_call(kind: Kind, tensor: Tensor, group: dist.ProcessGroup) -> Call:
     return lambda: _compat.stock_exchange(tensor, kind, "sum", 1, 2, group)
 
 
-def compressed_call(
-    kind: Kind, tensor: Tensor, codec: CodecConfig, group: dist.ProcessGroup, algorithm: Algorithm
-) -> Call:
+def compressed_call(kind: Kind, tensor: Tensor, codec: CodecConfig, ranks: RankGroup, algorithm: Algorithm) -> Call:
     """Our exchange by `algorithm`; with sorted channels if the codec has them."""
+    run = functools.partial(exchange, kind, group=ranks.group, algorithm=algorithm, ranks=ranks.hierarchy, dim=1)
     if codec.reshape == "calibrated" and kind != "all_to_all":  # of its two dims one is that of the channels
         plain = replace(codec, reshape="natural")
         order = torch.arange(tensor.shape[-1], device=tensor.device).flip(0)  # its own inverse
-        return lambda: _exchange(kind, tensor.index_select(-1, order), plain, group, algorithm).index_select(-1, order)
-    return lambda: _exchange(kind, tensor, codec, group, algorithm)
-
-
-def _exchange(kind: Kind, tensor: Tensor, codec: CodecConfig, group: dist.ProcessGroup, algorithm: Algorithm) -> Tensor:
-    if kind == "all_reduce":
-        return all_reduce(tensor, codec, group, one_shot=algorithm == "one_shot")
-    if kind == "all_gather":
-        return all_gather(tensor, codec, group, dim=1)
-    if kind == "reduce_scatter":
-        return reduce_scatter(tensor, codec, carrier(group, algorithm), dim=1)
-    return all_to_all(tensor, codec, carrier(group, algorithm), gather_dim=1, scatter_dim=2)
+        return lambda: run(tensor.index_select(-1, order), plain).index_select(-1, order)
+    return lambda: run(tensor, codec, scatter_dim=2)
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

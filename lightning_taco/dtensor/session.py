@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from lightning_taco import _compat
 from lightning_taco.codec import VALUE_DTYPES
-from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from lightning_taco.collectives.algorithms import Algorithm, carrier
+from lightning_taco.collectives.algorithms import Algorithm, sent_bytes
+from lightning_taco.collectives.algorithms import exchange as run_exchange
 from lightning_taco.collectives.break_even import BreakEven
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.traffic import (
     Direction,
     Kind,
     TrafficCounters,
     TrafficKey,
-    compressed_sent_bytes,
     stock_sent_bytes,
 )
 from lightning_taco.config import CodecConfig, CompressionConfig
@@ -56,6 +56,8 @@ class Exchange:
     """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
     algorithm: Algorithm | None = None
     """By which it goes when it is compressed; ``None``: by default."""
+    ranks: Hierarchy | None = None
+    """Of a group that spans hosts, for the algorithm that goes by them."""
 
     @property
     def resharded_dims(self) -> tuple[int, ...]:
@@ -71,15 +73,18 @@ class Exchange:
 
     def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
         """Exchange the tensor, compressed."""
-        if self.kind == "all_reduce":
-            one_shot = None if self.algorithm is None else self.algorithm == "one_shot"
-            return all_reduce(self.tensor, codec, group, op=self.op, seed=seed, one_shot=one_shot)  # type: ignore[arg-type]
-        if self.kind == "all_gather":
-            return all_gather(self.tensor, codec, group, dim=self.dim, seed=seed)
-        by = carrier(group, self.algorithm)
-        if self.kind == "reduce_scatter":
-            return reduce_scatter(self.tensor, codec, by, dim=self.dim, op=self.op, seed=seed)  # type: ignore[arg-type]
-        return all_to_all(self.tensor, codec, by, gather_dim=self.dim, scatter_dim=self.scatter_dim, seed=seed)
+        return run_exchange(
+            self.kind,
+            self.tensor,
+            codec,
+            group,
+            algorithm=self.algorithm,
+            ranks=self.ranks,
+            op=self.op,
+            dim=self.dim,
+            scatter_dim=self.scatter_dim,
+            seed=seed,
+        )
 
 
 Observer = Callable[[Exchange, Site, CodecConfig], None]
@@ -105,6 +110,7 @@ class CompressionSession:
         trial_observers: called in the same way before each exchange that is suspended, with the codec that it would
             have: so a suspended site is measured without harm to the run.
         break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
+        hierarchy: of a group that spans hosts, for algorithms that were measured.
         step: training steps begun; part of the seed of stochastic rounding.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
@@ -128,6 +134,7 @@ class CompressionSession:
         self.observers: list[Observer] = []
         self.trial_observers: list[Observer] = []
         self.break_even = BreakEven.of(())
+        self.hierarchy: Hierarchy | None = None
         self.step = 0
         self._inform = inform
         self.channel_orders = self._new_channel_orders()
@@ -288,17 +295,17 @@ class CompressionSession:
         if codec is None or self.config.min_bytes != "auto":
             return exchange
         segment = self.break_even.segment(exchange.kind, codec, exchange.full_bytes(self.world_size))
-        return exchange if segment is None else replace(exchange, algorithm=segment.algorithm)
+        return exchange if segment is None else replace(exchange, algorithm=segment.algorithm, ranks=self.hierarchy)
 
     def record(self, exchange: Exchange, site: Site, codec: CodecConfig | None, outcome: str) -> None:
         """Count `exchange`."""
         tensor = exchange.tensor
         stock_bytes = stock_sent_bytes(exchange.kind, tensor.numel() * tensor.element_size(), self.world_size)
-        sent_bytes = stock_bytes
+        num_bytes = stock_bytes
         if codec is not None:
-            one_shot = exchange.algorithm == "one_shot"
-            sent_bytes = compressed_sent_bytes(exchange.kind, tensor.numel(), self.world_size, codec, one_shot=one_shot)
-        self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, sent_bytes)
+            by = (self.world_size, exchange.algorithm, exchange.ranks, exchange.dim)
+            num_bytes = sent_bytes(exchange.kind, tensor, codec, *by)
+        self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, num_bytes)
 
     def nothing_compressed_reason(self) -> str | None:
         """Why nothing has been compressed so far, or ``None`` if something has, or nothing could be (one rank)."""

@@ -19,6 +19,7 @@ from lightning_taco.codec.elements import FLOAT_FORMATS
 from lightning_taco.collectives.agreement import agree_on_element
 from lightning_taco.collectives.break_even_file import Measured
 from lightning_taco.collectives.calibration import RankGroup
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors, SiteError
@@ -56,6 +57,7 @@ class Compression:
         self.group: dist.ProcessGroup | None = None
         self.device: torch.device | None = None
         self.measured: Measured | None = None
+        self._hierarchy: Hierarchy | None = None
         self._mesh: DeviceMesh | None = None
         self._element: Literal["e4m3", "int8"] | None = None
         self._handles: list[RemovableHandle] = []
@@ -99,6 +101,9 @@ class Compression:
                 self._last_trained = self.session
             self.session = None
             dtensor.remove()
+        if self._hierarchy is not None:
+            self._hierarchy.destroy()
+            self._hierarchy = None
 
     def switch(self, config: CompressionConfig) -> None:
         """Compress by other settings from the next training step on, and say so in the lines of the start.
@@ -184,7 +189,9 @@ class Compression:
         if not config.measures_break_even or self.session is None or self.session.world_size == 1:
             return
         assert self.device is not None
-        ranks = RankGroup(self.session.group, self.device, self.session.replicas)
+        if self._hierarchy is None:
+            self._hierarchy = self.session.hierarchy = Hierarchy.of(self.session.group)
+        ranks = RankGroup(self.session.group, self.device, self.session.replicas, self._hierarchy)
         self.measured, lines = break_even.decide(config, element, ranks, self.measured)
         self.session.break_even = self.measured.break_even
         for line in lines:
