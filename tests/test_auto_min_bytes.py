@@ -1,5 +1,6 @@
 """``min_bytes="auto"`` through the Trainer strategy on two gloo ranks: what it reads, measures, says and compresses."""
 
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lightning_taco.collectives.algorithms import KINDS
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, load, save
 from lightning_taco.collectives.calibration import Ladder, RankGroup
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.topology import Topology
 from lightning_taco.collectives.traffic import compressed_sent_bytes
 from lightning_taco.dtensor.session import COMPRESSED, CompressionSession, Exchange
@@ -174,6 +176,35 @@ def test_auto_says_why_nothing_pays_and_measures_each_codec_once(tmp_path: Path)
         "at all sizes that were measured."
     )
     assert texts.count(warning) == 1
+
+
+class KeepsHierarchy(Callback):
+    """Notes the groups within and between hosts while they exist."""
+
+    hierarchy: Hierarchy | None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.hierarchy = trainer.strategy.session.hierarchy
+
+
+def test_group_that_spans_hosts_measures_the_hierarchy_and_gives_its_groups_back(tmp_path: Path) -> None:
+    def check(rank: int) -> list[str]:
+        pytest.MonkeyPatch().setenv("XDG_CACHE_HOME", str(tmp_path))
+        pytest.MonkeyPatch().setattr(platform, "node", lambda: f"host{rank // 2}")
+        pytest.MonkeyPatch().setattr(deciding, "QUICK", Ladder(sizes=(1 << 14,), rounds=1))
+        keeping = KeepsHierarchy()
+        strategy, texts = fit(CompressionConfig(min_bytes="auto"), callbacks=[keeping])
+        measured = strategy.compression.measured
+        assert measured is not None
+        assert measured.topology.layout == "0 0 1 1"
+        assert {"two_shot", "one_shot", "hierarchical"} == set(measured.break_even.timings[0].algorithm_us)
+        assert keeping.hierarchy is not None
+        groups = dist.distributed_c10d._world.pg_map
+        assert not {keeping.hierarchy.inside, keeping.hierarchy.between} & set(groups)
+        return [text for text in texts if "measured in" in text]
+
+    (line,) = run_forked(4, check)[0]
+    assert "on 4 ranks, gloo on cpu" in line
 
 
 def test_session_goes_by_the_algorithm_that_was_measured() -> None:
