@@ -44,9 +44,9 @@ pytestmark = pytest.mark.usefixtures("warm_lightning")
 
 
 def fit(
-    config: CompressionConfig, model: dict[str, Any] | None = None, **settings: Any
+    config: CompressionConfig, model: dict[str, Any] | None = None, data_parallel_size: int = 1, **settings: Any
 ) -> tuple[TacoTPStrategy, list[str]]:
-    strategy = TacoTPStrategy(compression=config)
+    strategy = TacoTPStrategy(config, data_parallel_size, dist.get_world_size() // data_parallel_size)
     with captured_messages() as texts:
         trainer = make_trainer(strategy, limit_val_batches=0, limit_train_batches=2, **settings)
         trainer.fit(TinyModule(**model or {}), tiny_dataloader())
@@ -205,6 +205,22 @@ def test_group_that_spans_hosts_measures_the_hierarchy_and_gives_its_groups_back
 
     (line,) = run_forked(4, check)[0]
     assert "on 4 ranks, gloo on cpu" in line
+
+
+def test_replicas_come_to_the_same_result(tmp_path: Path) -> None:
+    def check(rank: int) -> Measured | None:
+        pytest.MonkeyPatch().setenv("XDG_CACHE_HOME", str(tmp_path))
+        pytest.MonkeyPatch().setattr(deciding, "QUICK", Ladder(sizes=(1 << 14, 1 << 15), rounds=1))
+        config = CompressionConfig(min_bytes="auto")
+        strategy, _ = fit(config, {"fsdp": True}, 2)
+        assert strategy.compression.group is not None
+        assert strategy.compression.group.size() == 2
+        return strategy.compression.measured
+
+    first, *others = run_forked(4, check)
+    assert first is not None
+    assert len(first.break_even.timings) == 8
+    assert all(other == first for other in others)
 
 
 def test_session_goes_by_the_algorithm_that_was_measured() -> None:
