@@ -37,6 +37,14 @@ def torch_version() -> tuple[int, int]:
     return _major_minor(torch.__version__)
 
 
+def library_versions(device: torch.device) -> dict[str, str]:
+    """Versions of what moves and computes on `device`: two that differ may differ in speed."""
+    found = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
 def require_known_torch() -> None:
     """Refuse a torch whose redistribution this package was not tested with.
 
@@ -182,6 +190,8 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
 
 def stock_exchange(tensor: torch.Tensor, kind: str, op: str, dim: int, scatter_dim: int, group: Any) -> torch.Tensor:
     """What the library itself does for one of the four exchanges, without the stand-ins of this package."""
+    if kind == "all_to_all" and tensor.device.type == "cuda":
+        return torch.ops._dtensor.shard_dim_alltoall(tensor, dim, scatter_dim, group.group_name)
     if kind == "all_reduce":
         return waited(funcol.all_reduce(tensor, op, group))
     if kind == "reduce_scatter":

@@ -1,6 +1,7 @@
 """``lightning-taco fit|validate|test|predict|study``: LightningCLI, with the current directory's classes importable.
 
-``lightning-taco report`` makes a page of what a run has logged; it builds no Trainer and has a parser of its own.
+``lightning-taco report`` makes a page of what a run has logged, ``lightning-taco bench`` times exchanges; they build no
+Trainer and have parsers of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 import lightning_taco  # noqa: F401  registers the short name of the strategy
+from lightning_taco.bench import bench
 from lightning_taco.callbacks.run_logger import RunLogger
 from lightning_taco.report import report
 from lightning_taco.study import StudyTrainer, check_studiable
 
-REPORT_HELP = (
-    "`lightning-taco report RUN_DIR` makes a page of what a run has logged; `lightning-taco report --help` lists its "
-    "options."
+MORE_HELP = (
+    "`lightning-taco report RUN_DIR` makes a page of what a run has logged; `lightning-taco bench` times exchanges and "
+    "says from which size on compressing pays. `lightning-taco report --help` and `lightning-taco bench --help` list "
+    "their options."
 )
+OTHERS = {"report": report, "bench": bench}
+"""Subcommands that are none of LightningCLI."""
 
 
 class TacoCLI(LightningCLI):
@@ -69,7 +74,7 @@ def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI
     """Parse `args` (those of the process by default) and, with ``run=True``, run the subcommand that they name.
 
     With ``run=False`` there is no subcommand: `args` are a subcommand's options, and the objects are only built.
-    ``report`` is none of these subcommands; see `main`.
+    ``report`` and ``bench`` are none of these subcommands; see `main`.
 
     Raises:
         SystemExit: for options that cannot be parsed; what is wrong with them is on stderr.
@@ -79,7 +84,7 @@ def build_cli(args: Sequence[str] | None = None, *, run: bool = True) -> TacoCLI
     return TacoCLI(
         trainer_class=StudyTrainer,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"epilog": REPORT_HELP},
+        parser_kwargs={"epilog": MORE_HELP},
         args=list(args) if args is not None else None,
         run=run,
     )
@@ -89,10 +94,12 @@ def main() -> None:
     """Entry point of the console script.
 
     Raises:
-        SystemExit: with status 2, for options that cannot be parsed and for a run that cannot be shown.
+        SystemExit: with status 2, for options that cannot be parsed and for a run that cannot be shown; with 1, for a
+            bench that found a wrong result.
     """
-    if sys.argv[1:2] == ["report"]:
-        report(sys.argv[2:])
+    other = OTHERS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if other is not None:
+        other(sys.argv[2:])
     else:
         build_cli()
 

@@ -126,7 +126,9 @@ class CompressionConfig:
     Args:
         forward: codec for exchanges of the forward pass, or ``None`` to send them as they are.
         backward: codec for exchanges of the backward pass, or ``None`` to send them as they are.
-        min_bytes: a tensor of fewer bytes than this, before compression, is sent as it is.
+        min_bytes: a tensor of fewer bytes than this, before compression, is sent as it is. ``"auto"``: the size from
+            which on compressing is faster, measured on the tensor-parallel group when the run starts, for each kind of
+            exchange and each codec; see the README.
         exclude: module names whose exchanges are sent as they are; shell patterns, matched against the whole module
             path and against each of its ancestors (``"layers.0.*"``, ``"*lm_head"``).
         recipes: pattern of a module name to the name of the recipe that its exchanges use instead of `forward` and
@@ -139,7 +141,7 @@ class CompressionConfig:
 
     forward: CodecConfig | None = field(default_factory=CodecConfig)
     backward: CodecConfig | None = field(default_factory=CodecConfig)
-    min_bytes: int = DEFAULT_MIN_BYTES
+    min_bytes: int | Literal["auto"] = DEFAULT_MIN_BYTES
     exclude: tuple[str, ...] | list[str] = ()
     recipes: Mapping[str, str] = field(default_factory=dict)
     during_validation: bool = False
@@ -149,8 +151,11 @@ class CompressionConfig:
             codec = getattr(self, name)
             if codec is not None and not isinstance(codec, CodecConfig):
                 raise ValueError(f"{name}={codec!r} is neither a CodecConfig nor None; use {name}=CodecConfig(...).")
-        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up.")
+        is_size = isinstance(self.min_bytes, int) and not isinstance(self.min_bytes, bool) and self.min_bytes >= 0
+        if not is_size and self.min_bytes != "auto":
+            raise ValueError(
+                f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up, or 'auto'."
+            )
         if not isinstance(self.during_validation, bool):
             raise ValueError(f"during_validation={self.during_validation!r} is not a boolean; use True or False.")
         if isinstance(self.exclude, str):
@@ -201,6 +206,11 @@ class CompressionConfig:
     def is_empty(self) -> bool:
         """Whether nothing could ever be compressed under these settings."""
         return not self.codecs
+
+    @property
+    def measures_break_even(self) -> bool:
+        """Whether the smallest size that is compressed is measured when the run starts."""
+        return self.min_bytes == "auto"
 
     @property
     def goes_by_module_name(self) -> bool:

@@ -104,6 +104,7 @@ def test_nested_mapping_in_a_file_reaches_every_field() -> None:
 
 def test_fields_that_are_not_named_keep_their_defaults() -> None:
     assert settings_of(f"{INIT}compression.min_bytes=5") == CompressionConfig(min_bytes=5)
+    assert settings_of(f"{INIT}compression.min_bytes=auto") == CompressionConfig(min_bytes="auto")
     nested = settings_of(f"{INIT}compression={{backward: {{scale_mode: dual}}}}")
     assert nested == CompressionConfig(backward=CodecConfig(scale_mode="dual"))
 
@@ -206,6 +207,7 @@ def test_bare_class_path_is_refused_below_a_subcommand(capsys: pytest.CaptureFix
         ),
         ("compression={forward: {block_size: 100}}", r"block_size=100 .*32, 64, 128, 256, 512"),
         ("compression={forward: {element: fp8}}", r"(?s)element.*e4m3"),
+        ("compression={min_bytes: always}", "(?s)min_bytes.*always"),
         ("compression={min_bytes: -1}", "min_bytes=-1 is not a number of bytes; use an integer from 0 up"),
         ("compression={recipes: {head: in8}}", r"recipes\['head'\]='in8' is unknown; use one of 'default', 'taco'"),
         ("timeout=-1", "is not above zero; give seconds"),
@@ -227,7 +229,16 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert raised.value.code == 0
     text = capsys.readouterr().out
     assert all(
-        name in text for name in ("fit", "validate", "test", "predict", "study", "lightning-taco report RUN_DIR")
+        name in text
+        for name in (
+            "fit",
+            "validate",
+            "test",
+            "predict",
+            "study",
+            "lightning-taco report RUN_DIR",
+            "lightning-taco bench",
+        )
     )
 
 

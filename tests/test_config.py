@@ -61,9 +61,10 @@ def test_impossible_codec_is_refused(fields: dict[str, Any], text: str) -> None:
     [
         ({"forward": "int8"}, "forward='int8' is neither a CodecConfig nor None; use forward=CodecConfig(...)."),
         ({"backward": 8}, "backward=8 is neither a CodecConfig nor None; use backward=CodecConfig(...)."),
-        ({"min_bytes": -1}, "min_bytes=-1 is not a number of bytes; use an integer from 0 up."),
-        ({"min_bytes": 1.5}, "min_bytes=1.5 is not a number of bytes; use an integer from 0 up."),
-        ({"min_bytes": True}, "min_bytes=True is not a number of bytes; use an integer from 0 up."),
+        ({"min_bytes": -1}, "min_bytes=-1 is not a number of bytes; use an integer from 0 up, or 'auto'."),
+        ({"min_bytes": 1.5}, "min_bytes=1.5 is not a number of bytes; use an integer from 0 up, or 'auto'."),
+        ({"min_bytes": "often"}, "min_bytes='often' is not a number of bytes; use an integer from 0 up, or 'auto'."),
+        ({"min_bytes": True}, "min_bytes=True is not a number of bytes; use an integer from 0 up, or 'auto'."),
         ({"exclude": "head"}, "exclude='head' is one string; use a list of patterns, ['head']."),
         (
             {"recipes": {"head": "fp8"}},

@@ -27,6 +27,7 @@ FLOORS = {
     "strategies": 4,
     "fabric": 4,
     "callbacks": 5,
+    "bench": 6,
     "report": 6,
     "study": 6,
     "cli": 7,

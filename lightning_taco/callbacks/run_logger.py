@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_taco.callbacks.events import Event
 from lightning_taco.callbacks.versions import versions
+from lightning_taco.collectives import break_even_file
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.strategies.trainer import TacoTPStrategy
 
@@ -141,6 +142,7 @@ class RunLogger(Logger):
         if isinstance(trainer, pl.Trainer):
             self.log_settings(settings_of(trainer) | {"model": type(model).__name__})
             self._write()
+            self._write_break_even(trainer)
 
     @rank_zero_only
     def log_settings(self, settings: Mapping[str, Any]) -> None:
@@ -172,6 +174,17 @@ class RunLogger(Logger):
                 f"{error.filename or self.path} cannot be written ({error.strerror or error}), so there is nothing for "
                 "`lightning-taco report` to show; training goes on. Give RunLogger a folder that can be written."
             )
+
+    def _write_break_even(self, trainer: pl.Trainer) -> None:
+        """Beside the log: what ``min_bytes="auto"`` goes by in this run."""
+        strategy = trainer.strategy
+        if self._is_given_up or not isinstance(strategy, TacoTPStrategy) or strategy.compression.measured is None:
+            return
+        path = self.path.with_name(break_even_file.FILE_NAME)
+        try:
+            break_even_file.save(strategy.compression.measured, path)
+        except OSError as error:
+            rank_zero_warn(f"{path} cannot be written ({error.strerror or error}); the report goes without.")
 
     def _run_line(self) -> dict[str, Any]:
         return {

@@ -101,10 +101,15 @@ def stock_sent_bytes(kind: Kind, local_bytes: int, world_size: int) -> int:
     return factor * (world_size - 1) * local_bytes // world_size
 
 
-def compressed_sent_bytes(kind: Kind, num_values: int, world_size: int, codec: CodecConfig) -> int:
-    """Bytes that a rank sends in our exchange of a tensor of `num_values` on each rank (even shards)."""
+def compressed_sent_bytes(
+    kind: Kind, num_values: int, world_size: int, codec: CodecConfig, *, one_shot: bool = False
+) -> int:
+    """Bytes that a rank sends in our exchange of a tensor of `num_values` on each rank (even shards).
+
+    With two ranks an all-reduce is a one-shot always, with more if `one_shot`.
+    """
     others = world_size - 1
-    if kind == "all_gather" or (kind == "all_reduce" and world_size == 2):
+    if kind == "all_gather" or (kind == "all_reduce" and (one_shot or world_size == 2)):
         return others * MessageLayout.of(num_values, codec).message_bytes
     if kind == "all_reduce":
         return 2 * others * MessageLayout.of(chunk_values(num_values, world_size, codec), codec).message_bytes

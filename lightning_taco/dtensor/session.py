@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from lightning_taco import _compat
 from lightning_taco.codec import VALUE_DTYPES
-from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.algorithms import Algorithm, sent_bytes
+from lightning_taco.collectives.algorithms import exchange as run_exchange
+from lightning_taco.collectives.break_even import BreakEven
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.traffic import (
     Direction,
     Kind,
     TrafficCounters,
     TrafficKey,
-    compressed_sent_bytes,
     stock_sent_bytes,
 )
 from lightning_taco.config import CodecConfig, CompressionConfig
@@ -52,6 +54,10 @@ class Exchange:
     """The dim that an all-to-all cuts."""
     is_scalar_like: bool = False
     """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
+    algorithm: Algorithm | None = None
+    """By which it goes when it is compressed; ``None``: by default."""
+    ranks: Hierarchy | None = None
+    """Of a group that spans hosts, for the algorithm that goes by them."""
 
     @property
     def resharded_dims(self) -> tuple[int, ...]:
@@ -60,16 +66,25 @@ class Exchange:
             return ()
         return (self.dim, self.scatter_dim) if self.kind == "all_to_all" else (self.dim,)
 
+    def full_bytes(self, num_ranks: int) -> int:
+        """Of the whole tensor, before compression."""
+        num_shards = num_ranks if self.kind == "all_gather" else 1
+        return self.tensor.numel() * self.tensor.element_size() * num_shards
+
     def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
         """Exchange the tensor, compressed."""
-        if self.kind == "all_reduce":
-            return all_reduce(self.tensor, codec, group, op=self.op, seed=seed)  # type: ignore[arg-type]
-        if self.kind == "reduce_scatter":
-            return reduce_scatter(self.tensor, codec, group, dim=self.dim, op=self.op, seed=seed)  # type: ignore[arg-type]
-        if self.kind == "all_gather":
-            return all_gather(self.tensor, codec, group, dim=self.dim, seed=seed)
-        dims = {"gather_dim": self.dim, "scatter_dim": self.scatter_dim}
-        return all_to_all(self.tensor, codec, group, seed=seed, **dims)
+        return run_exchange(
+            self.kind,
+            self.tensor,
+            codec,
+            group,
+            algorithm=self.algorithm,
+            ranks=self.ranks,
+            op=self.op,
+            dim=self.dim,
+            scatter_dim=self.scatter_dim,
+            seed=seed,
+        )
 
 
 Observer = Callable[[Exchange, Site, CodecConfig], None]
@@ -94,6 +109,8 @@ class CompressionSession:
             must not change or synchronise anything.
         trial_observers: called in the same way before each exchange that is suspended, with the codec that it would
             have: so a suspended site is measured without harm to the run.
+        break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
+        hierarchy: of a group that spans hosts, for algorithms that were measured.
         step: training steps begun; part of the seed of stochastic rounding.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
@@ -116,6 +133,8 @@ class CompressionSession:
         self.sites = ModuleSites()
         self.observers: list[Observer] = []
         self.trial_observers: list[Observer] = []
+        self.break_even = BreakEven.of(())
+        self.hierarchy: Hierarchy | None = None
         self.step = 0
         self._inform = inform
         self.channel_orders = self._new_channel_orders()
@@ -175,6 +194,7 @@ class CompressionSession:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
         site = self.sites.current()
         codec, outcome = self.choose(exchange, site)
+        exchange = self.by_measurement(exchange, codec)
         suspended = None if codec is None else self.suspended_outcome(exchange.kind, site)
         self.record(exchange, site, codec if suspended is None else None, suspended or outcome)
         if codec is None:
@@ -256,28 +276,36 @@ class CompressionSession:
             return None, f"reduction {exchange.op}"
         if exchange.is_scalar_like or tensor.dim() < 2 or tensor.shape[-1] == 1:
             return None, "loss, norm or bias (no feature dim)"
-        full_bytes = tensor.numel() * tensor.element_size()
-        if exchange.kind == "all_gather":
-            full_bytes *= self.world_size
-        if full_bytes < self.config.min_bytes:
-            return None, f"smaller than min_bytes={self.config.min_bytes}"
+        min_bytes, full_bytes = self.config.min_bytes, exchange.full_bytes(self.world_size)
+        if min_bytes != "auto" and full_bytes < min_bytes:
+            return None, f"smaller than min_bytes={min_bytes}"
         codec = self.codec_of(site.name, site.direction)
         if codec is None:
             return None, f"excluded in {site.direction}"
+        if min_bytes == "auto" and self.break_even.segment(exchange.kind, codec, full_bytes) is None:
+            return None, self.break_even.refusal(exchange.kind, codec)
         if _BYPASS.reason:
             return None, _BYPASS.reason
         if self._is_parameter(tensor, site):
             return None, PARAMETER_REASON
         return codec, COMPRESSED
 
+    def by_measurement(self, exchange: Exchange, codec: CodecConfig | None) -> Exchange:
+        """`exchange`, by the algorithm that was measured to be the fastest for its size, if that is asked for."""
+        if codec is None or self.config.min_bytes != "auto":
+            return exchange
+        segment = self.break_even.segment(exchange.kind, codec, exchange.full_bytes(self.world_size))
+        return exchange if segment is None else replace(exchange, algorithm=segment.algorithm, ranks=self.hierarchy)
+
     def record(self, exchange: Exchange, site: Site, codec: CodecConfig | None, outcome: str) -> None:
         """Count `exchange`."""
         tensor = exchange.tensor
         stock_bytes = stock_sent_bytes(exchange.kind, tensor.numel() * tensor.element_size(), self.world_size)
-        sent_bytes = stock_bytes
+        num_bytes = stock_bytes
         if codec is not None:
-            sent_bytes = compressed_sent_bytes(exchange.kind, tensor.numel(), self.world_size, codec)
-        self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, sent_bytes)
+            by = (self.world_size, exchange.algorithm, exchange.ranks, exchange.dim)
+            num_bytes = sent_bytes(exchange.kind, tensor, codec, *by)
+        self.traffic.record(TrafficKey(site.name, site.direction, exchange.kind, outcome), stock_bytes, num_bytes)
 
     def nothing_compressed_reason(self) -> str | None:
         """Why nothing has been compressed so far, or ``None`` if something has, or nothing could be (one rank)."""

@@ -73,6 +73,7 @@ def exchange_op(
     codec, outcome = session.choose(exchange, site)
     if codec is not None and session.config.goes_by_module_name:
         codec, outcome = None, BY_NAME_REASON
+    exchange = session.by_measurement(exchange, codec)
     suspended = None if codec is None else session.suspended_outcome(exchange.kind, site)
     session.record(exchange, site, codec if suspended is None else None, suspended or outcome)
     if codec is None:

@@ -17,11 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_taco import _compat, dtensor
 from lightning_taco.codec.elements import FLOAT_FORMATS
 from lightning_taco.collectives.agreement import agree_on_element
+from lightning_taco.collectives.break_even_file import Measured
+from lightning_taco.collectives.calibration import RankGroup
+from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors, SiteError
 from lightning_taco.dtensor.session import COMPRESSED, CompressionSession
-from lightning_taco.strategies import checks, rank_agreement, report
+from lightning_taco.strategies import break_even, checks, rank_agreement, report
 
 TENSOR_PARALLEL = "tensor_parallel"
 DATA_PARALLEL = "data_parallel"
@@ -41,6 +44,7 @@ class Compression:
         num_samples: how often they have been read.
         group: the ranks of the tensor-parallel axis, once a module is set up.
         device: where the exchanges of this rank run, once a module is set up.
+        measured: what ``min_bytes="auto"`` goes by; ``None`` when nothing had to be measured.
     """
 
     def __init__(self, config: CompressionConfig | None, sample_every_n_steps: int) -> None:
@@ -52,6 +56,8 @@ class Compression:
         self.num_samples = 0
         self.group: dist.ProcessGroup | None = None
         self.device: torch.device | None = None
+        self.measured: Measured | None = None
+        self._hierarchy: Hierarchy | None = None
         self._mesh: DeviceMesh | None = None
         self._element: Literal["e4m3", "int8"] | None = None
         self._handles: list[RemovableHandle] = []
@@ -95,6 +101,9 @@ class Compression:
                 self._last_trained = self.session
             self.session = None
             dtensor.remove()
+        if self._hierarchy is not None:
+            self._hierarchy.destroy()
+            self._hierarchy = None
 
     def switch(self, config: CompressionConfig) -> None:
         """Compress by other settings from the next training step on, and say so in the lines of the start.
@@ -116,6 +125,7 @@ class Compression:
         element = self._element_for(config)
         for line in report.start_lines(config, element, self._mesh)[1:]:  # without the mesh
             rank_zero_info(line)
+        self._measure_break_even(config, element)
         self.session.switch(config, element)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -172,6 +182,20 @@ class Compression:
         )
         self.traffic = self.session.traffic
         self._is_first_step_reported = False
+        self._measure_break_even(self.config, element)
+
+    def _measure_break_even(self, config: CompressionConfig, element: Literal["e4m3", "int8"]) -> None:
+        """For ``min_bytes="auto"``, and codecs that were not measured yet: find out what pays, and say so."""
+        if not config.measures_break_even or self.session is None or self.session.world_size == 1:
+            return
+        assert self.device is not None
+        if self._hierarchy is None:
+            self._hierarchy = self.session.hierarchy = Hierarchy.of(self.session.group)
+        ranks = RankGroup(self.session.group, self.device, self.session.replicas, self._hierarchy)
+        self.measured, lines = break_even.decide(config, element, ranks, self.measured)
+        self.session.break_even = self.measured.break_even
+        for line in lines:
+            rank_zero_info(line)
 
     def _element_for(self, config: CompressionConfig) -> Literal["e4m3", "int8"]:
         """What ``element="auto"`` means on the ranks of the group: agreed once, when settings first ask for it."""

@@ -23,9 +23,10 @@ def start_lines(config: CompressionConfig | None, element: str, mesh: DeviceMesh
         return [*lines, "lightning_taco: compression is off; tensors travel as they are"]
     for direction, codec in (("forward", config.forward), ("backward", config.backward)):
         lines.append(f"lightning_taco: {direction}: {_codec_text(codec, element)}")
+    least = "the size from which on it pays" if config.min_bytes == "auto" else format_bytes(config.min_bytes)
     lines.append(
         "lightning_taco: compressed are exchanges of intermediate tensors over the tensor_parallel axis of at least "
-        f"{format_bytes(config.min_bytes)}, in training" + (" and evaluation" if config.during_validation else "")
+        f"{least}, in training" + (" and evaluation" if config.during_validation else "")
     )
     if config.exclude:
         lines.append(f"lightning_taco: sent as they are: modules matching {', '.join(config.exclude)}")

@@ -1,0 +1,107 @@
+"""The algorithms that a compressed exchange can go by. `break_even` chooses among them by measurement."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_taco.collectives import hierarchy
+from lightning_taco.collectives.compressed import all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.traffic import Kind, compressed_sent_bytes
+from lightning_taco.collectives.transport import ProcessGroupTransport
+from lightning_taco.config import CodecConfig
+
+Algorithm = Literal["one_shot", "two_shot", "all_to_all", "all_gather", "hierarchical"]
+KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+
+def algorithms_of(kind: Kind, num_ranks: int, spans_hosts: bool = False) -> tuple[Algorithm, ...]:
+    """The algorithms that can be chosen for an exchange, the default first.
+
+    Two ranks send the same bytes by a one-shot and a two-shot all-reduce, and the latter quantises twice; an all-to-all
+    of two ranks can be an all-gather of what each has for the other.
+
+    Args:
+        kind: of the exchange.
+        num_ranks: of the group.
+        spans_hosts: whether the group has a `Hierarchy`.
+
+    >>> algorithms_of("all_reduce", 4), algorithms_of("reduce_scatter", 2)
+    (('two_shot', 'one_shot'), ('all_to_all', 'all_gather'))
+    """
+    more: tuple[Algorithm, ...] = ("hierarchical",) if spans_hosts and kind != "all_to_all" else ()
+    if kind == "all_gather":
+        return ("all_gather", *more)
+    if kind == "all_reduce":
+        return ("one_shot",) if num_ranks == 2 else ("two_shot", "one_shot", *more)
+    return ("all_to_all", "all_gather") if num_ranks == 2 else ("all_to_all", *more)
+
+
+def exchange(
+    kind: Kind,
+    tensor: Tensor,
+    codec: CodecConfig,
+    group: dist.ProcessGroup,
+    *,
+    algorithm: Algorithm | None = None,
+    ranks: Hierarchy | None = None,
+    op: str = "sum",
+    dim: int = 0,
+    scatter_dim: int = 0,
+    seed: int = 0,
+) -> Tensor:
+    """Exchange `tensor`, compressed, by `algorithm`; arguments as in `compressed`.
+
+    Args:
+        kind: of the exchange.
+        tensor: this rank's.
+        codec: with its element resolved.
+        group: the ranks.
+        algorithm: one of `algorithms_of`, the same on all ranks; ``None`` for the default.
+        ranks: those of ``"hierarchical"``. A tensor that cannot go that way goes by default.
+        op: of an all-reduce or a reduce-scatter.
+        dim: the dim that is joined, or that a reduce-scatter cuts.
+        scatter_dim: the dim that an all-to-all cuts.
+        seed: of stochastic rounding.
+    """
+    if algorithm == "hierarchical":
+        if ranks is not None and hierarchy.fits(kind, tensor.shape, dim, ranks.num_ranks):
+            return _hierarchical(kind, tensor, codec, ranks, op, dim, seed)
+        algorithm = None
+    if kind == "all_reduce":
+        one_shot = None if algorithm is None else algorithm == "one_shot"
+        return all_reduce(tensor, codec, group, op=op, seed=seed, one_shot=one_shot)  # type: ignore[arg-type]
+    if kind == "all_gather":
+        return all_gather(tensor, codec, group, dim=dim, seed=seed)
+    by = ProcessGroupTransport(group, pairs_gather=True) if algorithm == "all_gather" else group
+    if kind == "reduce_scatter":
+        return reduce_scatter(tensor, codec, by, dim=dim, op=op, seed=seed)  # type: ignore[arg-type]
+    return all_to_all(tensor, codec, by, gather_dim=dim, scatter_dim=scatter_dim, seed=seed)
+
+
+def sent_bytes(
+    kind: Kind,
+    tensor: Tensor,
+    codec: CodecConfig,
+    num_ranks: int,
+    algorithm: Algorithm | None = None,
+    ranks: Hierarchy | None = None,
+    dim: int = 0,
+) -> int:
+    """Bytes that a rank sends in `exchange`."""
+    if algorithm == "hierarchical" and ranks is not None and hierarchy.fits(kind, tensor.shape, dim, num_ranks):
+        return hierarchy.sent_bytes(kind, tensor, codec, ranks)
+    return compressed_sent_bytes(kind, tensor.numel(), num_ranks, codec, one_shot=algorithm == "one_shot")
+
+
+def _hierarchical(
+    kind: Kind, tensor: Tensor, codec: CodecConfig, ranks: Hierarchy, op: str, dim: int, seed: int
+) -> Tensor:
+    if kind == "all_reduce":
+        return hierarchy.all_reduce(tensor, codec, ranks, op=op, seed=seed)
+    if kind == "reduce_scatter":
+        return hierarchy.reduce_scatter(tensor, codec, ranks, dim=dim, op=op, seed=seed)
+    return hierarchy.all_gather(tensor, codec, ranks, dim=dim, seed=seed)
