@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 BLOCK_SIZES = (32, 64, 128, 256, 512)
-ELEMENTS = ("auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3")
+ELEMENTS = ("auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3", "fp4", "nf4")
 SCALE_MODES = ("merged", "dual", "fine")
 LEVELS = ("uniform", "gaussian")
 ROUNDINGS = ("nearest", "stochastic")
 RESHAPES = ("natural", "calibrated")
-BITS_PER_CODE = {"e4m3": 8, "e5m2": 8, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
+BITS_PER_CODE = {"e4m3": 8, "e5m2": 8, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "fp4": 4, "nf4": 4}
 GAUSSIAN_ELEMENTS = ("int6", "int5", "int4", "int3")
 SUB_BLOCK_SIZE = 32
 """Values that share one of the one-byte scales of ``scale_mode="fine"``."""
@@ -37,8 +37,8 @@ class CodecConfig:
 
     Args:
         element: format of one code: ``"int8"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"`` (packed), ``"e4m3"`` or
-            ``"e5m2"`` (FP8 with 3 or 2 bits of mantissa), or ``"auto"``: E4M3 on CPU and from compute capability 8.9
-            on, INT8 on older GPUs.
+            ``"e5m2"`` (FP8 with 3 or 2 bits of mantissa), ``"fp4"`` (E2M1) or ``"nf4"`` (16 levels at the quantiles of
+            a Gaussian), or ``"auto"``: E4M3 on CPU and from compute capability 8.9 on, INT8 on older GPUs.
         block_size: values that share a scale and are rotated together; 32, 64, 128, 256 or 512.
         scale_mode: ``"merged"`` sends one fp32 scale a block, ``"dual"`` the TACO paper's two (before and after the
             rotation); both decode to the same values up to rounding ties. ``"fine"`` first brings each 32 values of a
@@ -57,7 +57,7 @@ class CodecConfig:
         ValueError: for a value that is not one of the above; the message says which are.
     """
 
-    element: Literal["auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3"] = "int8"
+    element: Literal["auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3", "fp4", "nf4"] = "int8"
     block_size: int = 128
     scale_mode: Literal["merged", "dual", "fine"] = "merged"
     rotation: bool = True

@@ -1,4 +1,4 @@
-"""The codecs beside E4M3 and INT8: E5M2, the packed integers, and stochastic rounding; kernels in the interpreter."""
+"""The codecs beside E4M3 and INT8: E5M2, the packed formats, and stochastic rounding; kernels in the interpreter."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half, gaussian_top
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, NF4_LEVELS, gaussian_half, gaussian_top
 from lightning_taco.codec.layout import alpha_bytes
 from lightning_taco.codec.reference import decode_reference, encode_reference, requantize_reference
 from lightning_taco.codec.rounding import codes_to_values, gaussian_levels, pack, random_bits, round_to_codes, unpack
@@ -25,6 +25,8 @@ GAUSS_DECIBELS = {
     "int5": -25.2,
     "int4": -18.6,
     "int3": -11.3,
+    "fp4": -19.25,
+    "nf4": -20.35,
 }
 GAUSSIAN_LEVEL_DECIBELS = {"int6": -32.95, "int5": -26.9, "int4": -20.55, "int3": -13.35}
 
@@ -79,7 +81,7 @@ def test_error_of_gaussian_values(element: str, rotation: bool) -> None:
         assert ((decoded - values).view(64, -1, 128).abs() <= step * (0.5 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3"])
+@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3", "fp4"])
 @pytest.mark.parametrize("block_size", [32, 128, 512])
 def test_packing_is_exact_and_takes_its_bits(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
@@ -204,6 +206,48 @@ def test_stochastic_rounding_to_gaussian_levels_is_unbiased(element: str) -> Non
     step = gaussian_levels(torch.arange(-half, half).float(), half).diff().max()
     assert ((draws.mean(0) - values.double()).abs() <= 5 * spread / math.sqrt(4000) + 5 * step / 4000).all()
     assert ((draws - values.double()).abs() < step).all()
+
+
+def block_of(values: Tensor) -> Tensor:
+    """`values` in a block of 64 whose largest magnitude is the format's, so that they are what is rounded."""
+    return torch.cat([values, torch.zeros(64 - values.numel())]).view(1, 64)
+
+
+def test_fp4_has_the_values_of_e2m1_and_rounds_to_nearest_with_ties_to_even() -> None:
+    codec = CodecConfig(element="fp4", block_size=64, rotation=False)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = block_of(torch.cat([grid, -grid]))
+    message = encode(values, codec)
+    assert torch.equal(decode(message, codec, 64, torch.float32), values)
+    codes = unpack(message[:, :32], codec, 1)[0, 0]
+    assert codes[:16].tolist() == list(range(16))  # the sign is the highest bit
+    midpoints = (grid[1:] + grid[:-1]) / 2
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
+    ties = block_of(torch.cat([midpoints, -midpoints, torch.tensor([6.0])]))
+    decoded = decode(encode(ties, codec), codec, 64, torch.float32)[0]
+    assert decoded[:14].tolist() == torch.cat([even, -even]).tolist()
+
+
+def test_nf4_takes_the_nearest_of_its_levels() -> None:
+    codec = CodecConfig(element="nf4", block_size=64, rotation=False)
+    levels = torch.tensor(NF4_LEVELS)
+    assert torch.equal(decode(encode(block_of(levels), codec), codec, 64, torch.float32), block_of(levels))
+    values = torch.linspace(-1, 1, 10_001)
+    rounded = codes_to_values(round_to_codes(values.view(1, 1, -1), codec, 0), codec).view(-1)
+    assert torch.equal((rounded - values).abs(), (values.unsqueeze(1) - levels).abs().min(dim=1).values)
+
+
+@pytest.mark.parametrize(
+    ("element", "block_size", "gauss", "student"),
+    [("fp4", 64, 10.6, 12.6), ("nf4", 64, 9.2, 12.3), ("int4", 64, 10.8, 18.1), ("nf4", 128, 9.6, 15.0)],
+)
+def test_error_of_four_bits_without_rotation(element: str, block_size: int, gauss: float, student: float) -> None:
+    """Per cent, as measured for AGoQ's storage; heavy tails cost more, and vary more between samples."""
+    codec = CodecConfig(element=element, block_size=block_size, rotation=False)  # type: ignore[arg-type]
+    tails = torch.distributions.StudentT(3.0).sample((64, 4096))
+    for values, percent, tolerance in ((torch.randn(64, 4096), gauss, 0.15), (tails, student, 1.5)):
+        decoded = decode(encode(values, codec), codec, 4096, torch.float32)
+        assert abs(100 * ((decoded - values).norm() / values.norm()).item() - percent) < tolerance
 
 
 @pytest.mark.parametrize("element", ["int8", "int4"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, gaussian_half, gaussian_top
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, FP8_ELEMENTS, gaussian_half, gaussian_top
 from lightning_taco.codec.layout import alpha_bytes, low_bits
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
@@ -24,7 +24,7 @@ class KernelConstants:
     low_bits: int
     """Bits of a code in the low plane."""
     mantissa: int
-    """Bits of an 8-bit float's mantissa; 0 for an integer."""
+    """Bits of a float's mantissa; 0 for an integer, and for a table."""
     bias: int
     largest: int
     """The largest integer, or the bits of the largest float."""
@@ -70,7 +70,7 @@ class KernelConstants:
             is_gaussian=codec.levels == "gaussian",
             gaussian_half=float(gaussian_half(bits)),
             gaussian_top=gaussian_top(bits),
-            is_native_fp8=is_native_fp8,
+            is_native_fp8=is_native_fp8 and codec.element in FP8_ELEMENTS,
             is_stochastic=codec.rounding == "stochastic",
             is_rotated=codec.rotation,
             is_dual=codec.scale_mode == "dual",

@@ -14,6 +14,8 @@ from lightning_taco.codec.elements import (
     GAUSSIAN_INVERSE,
     MIX_FACTORS,
     MIX_SHIFTS,
+    NF4_LEVELS,
+    NF4_MIDPOINTS,
 )
 
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
@@ -118,9 +120,15 @@ def _round_to_integer(values):
 
 @triton.jit
 def _float_code(
-    quantized, noise, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr
+    quantized,
+    noise,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BITS: tl.constexpr = 8,
 ):
-    """fp32 within the format's range -> bits of an 8-bit float by integer arithmetic: exact where the cast is not."""
+    """fp32 within the format's range -> bits of a narrow float by integer arithmetic: exact where the cast is not."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = quantized.to(tl.int32, bitcast=True)
     magnitude = bits & _ABS_MASK
@@ -136,20 +144,71 @@ def _float_code(
     else:
         subnormal = _round_to_integer(steps)
     code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
-    return (tl.minimum(code, LARGEST) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return (tl.minimum(code, LARGEST) | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))).to(tl.uint8)
 
 
 @triton.jit
-def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Bits of an 8-bit float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
+def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr = 8):
+    """Bits of a narrow float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
     wide = code.to(tl.int32)
-    magnitude = wide & 0x7F
+    magnitude = wide & ((1 << (BITS - 1)) - 1)
     normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
     value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
     # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
-    signed = value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)
+    signed = value.to(tl.int32, bitcast=True) | ((wide & (1 << (BITS - 1))) << (32 - BITS))
     return signed.to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def _nf4_level(code):
+    return NF4_LEVELS[code]
+
+
+@triton.constexpr_function
+def _nf4_midpoint(code):
+    return NF4_MIDPOINTS[code]
+
+
+@triton.jit
+def _nf4_value(code):
+    """Codes, int32 -> their levels: eight pairs by the lowest bit, four of those by the next, and so on."""
+    level = ()
+    for pair in tl.static_range(8):
+        level = level + (tl.where((code & 1) == 1, _nf4_level(2 * pair + 1), _nf4_level(2 * pair)),)
+    for stage in tl.static_range(1, 4):
+        chosen = ()
+        for pair in tl.static_range(8 >> stage):
+            chosen = chosen + (tl.where((code & (1 << stage)) != 0, level[2 * pair + 1], level[2 * pair]),)
+        level = chosen
+    return level[0]
+
+
+@triton.jit
+def _nf4_code(quantized, noise, STOCHASTIC: tl.constexpr):
+    """fp32 from -1 to 1 -> int32 code."""
+    if STOCHASTIC:
+        below = tl.full(quantized.shape, 0, tl.int32)
+        for code in tl.static_range(1, 15):
+            below = below + (quantized >= _nf4_level(code)).to(tl.int32)
+        level = _nf4_value(below)
+        step = _nf4_value(below + 1) - level
+        uniform = (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24
+        code = below + (uniform * step < quantized - level).to(tl.int32)
+    else:
+        # A binary search: four comparisons, where the straight count takes fifteen.
+        high = quantized > _nf4_midpoint(7)
+        second = quantized > tl.where(high, _nf4_midpoint(11), _nf4_midpoint(3))
+        upper = tl.where(second, _nf4_midpoint(13), _nf4_midpoint(9))
+        third = quantized > tl.where(high, upper, tl.where(second, _nf4_midpoint(5), _nf4_midpoint(1)))
+        quarter_3 = tl.where(third, _nf4_midpoint(14), _nf4_midpoint(12))
+        quarter_2 = tl.where(third, _nf4_midpoint(10), _nf4_midpoint(8))
+        quarter_1 = tl.where(third, _nf4_midpoint(6), _nf4_midpoint(4))
+        quarter_0 = tl.where(third, _nf4_midpoint(2), _nf4_midpoint(0))
+        upper = tl.where(second, quarter_3, quarter_2)
+        fourth = quantized > tl.where(high, upper, tl.where(second, quarter_1, quarter_0))
+        code = (high.to(tl.int32) << 3) | (second.to(tl.int32) << 2) | (third.to(tl.int32) << 1) | fourth.to(tl.int32)
+    return code
 
 
 @triton.jit
@@ -181,7 +240,9 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
 @triton.jit
 def to_code(quantized, noise, C: tl.constexpr):
     """fp32 within the element's range -> a code whose low bits are to be stored: int32, or uint8 of a float."""
-    if C.mantissa == 0:
+    if C.element == "nf4":
+        code = _nf4_code(quantized, noise, C.is_stochastic)
+    elif C.mantissa == 0:
         if C.is_gaussian:
             code = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
         elif C.is_stochastic:
@@ -195,14 +256,16 @@ def to_code(quantized, noise, C: tl.constexpr):
         else:
             code = quantized.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        code = _float_code(quantized, noise, C.mantissa, C.bias, C.largest, C.is_stochastic)
+        code = _float_code(quantized, noise, C.mantissa, C.bias, C.largest, C.is_stochastic, C.bits)
     return code
 
 
 @triton.jit
 def from_code(code, C: tl.constexpr):
     """One code a value, uint8, or int32 with no other bits set -> fp32."""
-    if C.mantissa == 0:
+    if C.element == "nf4":
+        value = _nf4_value(code)
+    elif C.mantissa == 0:
         # As the last bits of 2^23 + code: a conversion from integers runs at a fraction of the speed.
         HALF: tl.constexpr = 1 << (C.bits - 1)
         bits = (code.to(tl.int32) ^ HALF) | _TWO_POW_23_BITS
@@ -215,5 +278,5 @@ def from_code(code, C: tl.constexpr):
         else:
             value = code.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        value = _float_value(code, C.mantissa, C.bias)
+        value = _float_value(code, C.mantissa, C.bias, C.bits)
     return value

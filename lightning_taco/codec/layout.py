@@ -3,8 +3,8 @@
 `alpha` is one fp32 a block in dual mode, one byte for each 32 values in fine mode, and missing in merged mode.
 
 Codes of fewer than 8 bits are packed in two planes: the low bits of all blocks (4 bits a value; 2 for int3), then the
-high bits (2 for int6, 1 for int5 and int3, none for int4), as many values a byte as fit. A byte holds values that lie
-half a block, a quarter, an eighth apart (value i with value i + block/2), so that packing folds halves and nothing
+high bits (2 for int6, 1 for int5 and int3, none for 4 bits), as many values a byte as fit. A byte holds values that
+lie half a block, a quarter, an eighth apart (value i with value i + block/2), so that packing folds halves and nothing
 crosses neighbours.
 
 Codes and scales share one buffer, so that one exchange carries both; every row of a batch of messages starts at a

@@ -7,7 +7,8 @@ Per block ``b`` of G values, in fp32:
 
     y         = H_G b / G                   H_G the Sylvester Hadamard matrix; y = b without rotation
     amax      = max |y|
-    scale     = Qmax / amax                 Qmax = 448 (E4M3), 57344 (E5M2), 127, 31, 15, 7 or 3 (INT8, 6, 5, 4, 3)
+    scale     = Qmax / amax                 Qmax = 448 (E4M3), 57344 (E5M2), 127, 31, 15, 7 or 3 (INT8, 6, 5, 4, 3),
+                                            6 (FP4: E2M1), 1 (NF4: the nearest of a table's 16 levels)
     codes     = round(y * scale)            to nearest, ties to even; or stochastically
     scale_inv = amax / Qmax                 what decode multiplies by
 

@@ -13,6 +13,8 @@ from lightning_taco.codec.elements import (
     GAUSSIAN_INVERSE,
     MIX_FACTORS,
     MIX_SHIFTS,
+    NF4_LEVELS,
+    NF4_MIDPOINTS,
     FloatFormat,
     gaussian_half,
 )
@@ -21,17 +23,20 @@ from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 FLOAT_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 MASK_32 = 0xFFFFFFFF
+_FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def round_to_codes(quantized: Tensor, codec: CodecConfig, seed: int) -> Tensor:
     """fp32 ``[R, num_blocks, block]`` within the format's range -> one ``uint8`` code a value, not packed."""
     noise = random_bits(quantized.shape, seed, quantized.device) if codec.rounding == "stochastic" else None
     if codec.element in FLOAT_FORMATS:
-        if noise is None:
+        if noise is None and codec.element in FLOAT_DTYPES:
             return quantized.to(FLOAT_DTYPES[codec.element]).view(torch.uint8)
-        return _stochastic_float_codes(quantized, noise, FLOAT_FORMATS[codec.element])
+        return _float_codes(quantized, noise, FLOAT_FORMATS[codec.element], BITS_PER_CODE[codec.element])
     code_max = CODE_MAX[codec.element]
     uniform = None if noise is None else (noise >> 8).float() * 2.0**-24
+    if codec.element == "nf4":
+        return _nf4_codes(quantized, uniform)
     if codec.levels == "gaussian":
         rounded = _gaussian_codes(quantized, uniform, gaussian_half(BITS_PER_CODE[codec.element]))
     elif uniform is None:
@@ -45,6 +50,9 @@ def codes_to_values(codes: Tensor, codec: CodecConfig) -> Tensor:
     """One ``uint8`` code a value -> fp32."""
     if codec.element in FLOAT_DTYPES:
         return codes.view(FLOAT_DTYPES[codec.element]).float()
+    if codec.element in ("fp4", "nf4"):
+        levels = torch.tensor(_FP4_LEVELS if codec.element == "fp4" else NF4_LEVELS, device=codes.device)
+        return levels[codes.long()]
     sign_bit = 1 << (BITS_PER_CODE[codec.element] - 1)
     integers = ((codes.to(torch.int32) ^ sign_bit) - sign_bit).float()
     return gaussian_levels(integers, sign_bit) if codec.levels == "gaussian" else integers
@@ -123,19 +131,32 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ (bits >> MIX_SHIFTS[2])
 
 
-def _stochastic_float_codes(quantized: Tensor, noise: Tensor, form: FloatFormat) -> Tensor:
-    """Add random bits below the last one that is kept, then cut; subnormals as multiples of the smallest step."""
+def _float_codes(quantized: Tensor, noise: Tensor | None, form: FloatFormat, num_bits: int) -> Tensor:
+    """Add half of the last bit that is kept, or random bits below it, then cut; subnormals as multiples of a step."""
     bits = quantized.view(torch.int32).to(torch.int64) & MASK_32
     magnitude = bits & 0x7FFFFFFF
     dropped = 23 - form.mantissa_bits
-    normal = ((magnitude + (noise & ((1 << dropped) - 1))) >> dropped) - (
-        (127 - form.exponent_bias) << form.mantissa_bits
-    )
-    uniform = (noise >> 8).float() * 2.0**-24
-    subnormal = (quantized.abs() * (1.0 / form.smallest_step) + uniform).floor().to(torch.int64)
+    steps = quantized.abs() * (1.0 / form.smallest_step)
+    if noise is None:  # ties to even
+        rounding = ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
+        subnormal = steps.round().to(torch.int64)
+    else:
+        rounding = noise & ((1 << dropped) - 1)
+        subnormal = (steps + (noise >> 8).float() * 2.0**-24).floor().to(torch.int64)
+    normal = ((magnitude + rounding) >> dropped) - ((127 - form.exponent_bias) << form.mantissa_bits)
     is_subnormal = magnitude < ((128 - form.exponent_bias) << 23)
     code = torch.where(is_subnormal, subnormal, normal).clamp(max=form.largest_code)
-    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
+    return (code | ((bits >> (32 - num_bits)) & (1 << (num_bits - 1)))).to(torch.uint8)
+
+
+def _nf4_codes(quantized: Tensor, uniform: Tensor | None) -> Tensor:
+    """fp32 from -1 to 1 -> the code of the nearest level, or of one of the two around it."""
+    if uniform is None:
+        return torch.bucketize(quantized, torch.tensor(NF4_MIDPOINTS, device=quantized.device)).to(torch.uint8)
+    levels = torch.tensor(NF4_LEVELS, device=quantized.device)
+    below = (torch.bucketize(quantized, levels, right=True) - 1).clamp(0, len(NF4_LEVELS) - 2)
+    step = levels[below + 1] - levels[below]
+    return (below + (uniform * step < quantized - levels[below])).to(torch.uint8)
 
 
 def _fold(values: Tensor, width: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_taco import _compat, dtensor
-from lightning_taco.codec.elements import FLOAT_FORMATS
+from lightning_taco.codec.elements import FP8_ELEMENTS
 from lightning_taco.collectives.agreement import agree_on_element
 from lightning_taco.collectives.break_even_file import Measured
 from lightning_taco.collectives.calibration import RankGroup
@@ -171,7 +171,7 @@ class Compression:
                 "element='auto' means INT8 here, since a device of this tensor-parallel group has no FP8 "
                 "(compute capability below 8.9)."
             )
-        if not _compat.supports_fp8(device) and any(codec.element in FLOAT_FORMATS for codec in self.config.codecs):
+        if not _compat.supports_fp8(device) and any(codec.element in FP8_ELEMENTS for codec in self.config.codecs):
             rank_zero_warn(
                 f"{device} has no FP8: its codes are made by integer arithmetic, with the same bits but slower. "
                 "element='int8' takes the same bytes and is faster and closer there."
