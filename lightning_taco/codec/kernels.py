@@ -373,9 +373,16 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed:
 
 
 def decode_triton(
-    messages: Tensor, codec: CodecConfig, values: Tensor, *, num_sources: int = 1, average: bool = False
+    messages: Tensor,
+    codec: CodecConfig,
+    values: Tensor,
+    *,
+    num_sources: int = 1,
+    average: bool = False,
+    factor: float | None = None,
 ) -> Tensor:
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
+    factor = 1.0 / num_sources if average else factor
     num_rows, num_values = values.shape
     if num_values and num_rows:
         with _on_device(values):
@@ -384,9 +391,9 @@ def decode_triton(
                 values,
                 num_values,
                 values.stride(0),
-                1.0 / num_sources,
+                1.0 if factor is None else factor,
                 NUM_SOURCES=num_sources,
-                AVERAGE=average,
+                AVERAGE=factor is not None,
                 C=_constants(codec, values.device),
                 **LAUNCH_OPTIONS,
             )
