@@ -297,11 +297,21 @@ def test_stochastic_rounding_repeats_with_its_seed_and_differs_with_another() ->
 def test_random_bits_are_balanced_and_do_not_repeat_with_the_seeds_halves() -> None:
     shape = torch.Size((1, 512, 128))
     bits = random_bits(shape, SEED, torch.device("cpu"))
-    ones = torch.stack([((bits >> place) & 1).double().mean() for place in range(32)])
+    ones = torch.stack([((bits >> place) & 1).double().mean() for place in range(16)])
     assert ((ones - 0.5).abs() < 5 * 0.5 / math.sqrt(shape.numel())).all()
     for other in (SEED + 1, SEED + (1 << 31)):
         agreement = (random_bits(shape, other, torch.device("cpu")) == bits).double().mean()
-        assert agreement < 1e-3
+        assert abs(agreement - 2**-16) < 5 * math.sqrt(2**-16 / shape.numel())
+
+
+def test_random_bits_of_neighbours_and_of_a_shared_hash_are_independent() -> None:
+    bits = random_bits(torch.Size((1, 2048, 128)), SEED, torch.device("cpu")).double()[0]
+    centred = (bits - bits.mean()) / bits.std()
+    bound = 5 / math.sqrt(centred.numel() / 2)
+    for distance in (1, 2, 32, 64):  # 64: the other half of the same hash
+        assert (centred[:, :-distance] * centred[:, distance:]).mean().abs() < bound
+    assert (centred[:-1] * centred[1:]).mean().abs() < bound  # from block to block
+    assert (centred.mean(0).abs() < 5 / math.sqrt(2048)).all()  # no place is favoured
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 62])

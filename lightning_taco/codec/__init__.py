@@ -1,5 +1,8 @@
 """Tensor to ``uint8`` message and back: `encode`, `decode`, `decode_sum` and `requantize`.
 
+`recode_sum` and `accumulate` (in `codec.recode`) go from messages of one codec to messages of another, and add values
+to a message.
+
 CUDA tensors go through the fused Triton kernels (one launch each), all others, and CUDA without triton, through the
 torch reference. Both give the same bits.
 """
@@ -12,9 +15,10 @@ from torch import Tensor
 from lightning_taco import _compat
 from lightning_taco.codec import reference
 from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.codec.recode import accumulate, recode_sum
 from lightning_taco.config import CodecConfig
 
-__all__ = ["MessageLayout", "decode", "decode_sum", "encode", "requantize"]
+__all__ = ["MessageLayout", "accumulate", "decode", "decode_sum", "encode", "recode_sum", "requantize"]
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -103,6 +107,7 @@ def decode_sum(
     dtype: torch.dtype,
     *,
     average: bool = False,
+    factor: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Decode the rows of `messages` and add them in fp32, in row order.
@@ -113,6 +118,7 @@ def decode_sum(
         num_values: N, values in each message.
         dtype: of the result.
         average: multiply the sum by 1/S, in fp32, before it is rounded to `dtype`.
+        factor: what to multiply the sum by in place of 1/S or 1, at the same point.
         out: ``[N]`` of `dtype`, contiguous, to write to.
 
     Returns:
@@ -120,22 +126,26 @@ def decode_sum(
 
     Raises:
         TypeError: for another dtype, or an element that is still ``"auto"``.
-        ValueError: for messages whose size does not fit `num_values` and `codec`, or an `out` that does not fit.
+        ValueError: for messages whose size does not fit `num_values` and `codec`, an `out` that does not fit, or both
+            `average` and `factor`.
 
     Cost: reads the S messages once, writes N values once; one rotation; one launch.
     """
+    if average and factor is not None:
+        raise ValueError(f"average=True and factor={factor} were both given; give one of them.")
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
     _require_value_dtype("decoded values", dtype)
     _require_out(out, (num_values,), dtype, messages)
     if not _uses_triton(messages):
-        total = reference.decode_sum_reference(messages, codec, num_values, dtype, average=average)
+        total = reference.decode_sum_reference(messages, codec, num_values, dtype, average=average, factor=factor)
         return total if out is None else out.copy_(total)
     from lightning_taco.codec import kernels
 
     if out is None:
         out = messages.new_empty(num_values, dtype=dtype)
-    kernels.decode_triton(messages, codec, out.view(1, num_values), num_sources=messages.shape[0], average=average)
+    row, num_sources = out.view(1, num_values), messages.shape[0]
+    kernels.decode_triton(messages, codec, row, num_sources=num_sources, average=average, factor=factor)
     return out
 
 

@@ -90,3 +90,4 @@ def gaussian_top(bits: int) -> float:
 # A 32-bit mixing function of good avalanche ("lowbias32"): shift, multiply, shift, multiply, shift.
 MIX_SHIFTS = (16, 15, 16)
 MIX_FACTORS = (0x7FEB352D, 0x846CA68B)
+PLACE_FACTOR = 0x9E3779B9  # 2^32 over the golden ratio: neighbouring places get keys far apart

@@ -1,9 +1,9 @@
 """The codec as fused Triton kernels: one launch to encode, one to decode, one to decode and sum, one to requantise.
 
-With `codec.kernels_numbers` and `codec.kernels_planes` the only files of the codec that import triton. Bit for bit the
-same as `codec.reference`: the same butterfly and sums in the same order, IEEE division and square root, and no
-contraction into fused multiply-adds (``enable_fp_fusion=False``). Launch configurations are fixed, so that a new shape
-costs no new tuning.
+Numbers and packing are in `codec.kernels_numbers` and `codec.kernels_planes`, launches in `codec.kernel_launch`. Bit
+for bit the same as `codec.reference`: the same butterfly and sums in the same order, IEEE division and square root, and
+no contraction into fused multiply-adds (``enable_fp_fusion=False``). Launch configurations are fixed, so that a new
+shape costs no new tuning.
 
 A program owns a tile of blocks of one message. Example: 300 values, block 128, two messages: grid (1, 2); program
 (0, 1) reads values 300..599 as blocks [300..427], [428..555], [556..599 and zeros], and writes 3 * 128 codes and
@@ -18,18 +18,12 @@ Offsets are 64-bit: a tensor may hold more than 2^31 values.
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_taco import _compat
-from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
-from lightning_taco.codec.kernels_numbers import from_code, hadamard, random_bits, scaled, sum_of_squares, to_code
+from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
+from lightning_taco.codec.kernels_numbers import from_code, hadamard, random_parts, scaled, sum_of_squares, to_code
 from lightning_taco.codec.kernels_planes import joined, load_codes, store_codes
 from lightning_taco.codec.reference import (
     ALPHA_EPSILON,
@@ -41,11 +35,6 @@ from lightning_taco.codec.reference import (
     SMALLEST_EXPONENT,
 )
 from lightning_taco.config import SUB_BLOCK_SIZE, CodecConfig
-
-# A seed that is 1, or a multiple of 16, would have a kernel of its own compiled, in the middle of a run.
-SEEDS = ["seed_low", "seed_high"]
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _ALPHA_EPSILON = tl.constexpr(ALPHA_EPSILON)
@@ -206,14 +195,16 @@ def _store_message(
     PARTS: tl.constexpr = C.parts
     scale, scale_inv, finite, usable = _scales(parts, C)
     valid = blocks < num_blocks
+    noise = ()
+    if C.is_stochastic:
+        noise = random_parts(first_block + blocks, seed_low, seed_high, C)
     codes = ()
     for part in tl.static_range(PARTS):
         quantized = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
-        noise = tl.full([C.tile, C.width], 0, tl.uint32)
         if C.is_stochastic:
-            index = (first_block + blocks)[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
-            noise = random_bits(index, seed_low, seed_high)
-        codes = codes + (to_code(quantized, noise, C),)
+            codes = codes + (to_code(quantized, noise[part], C),)
+        else:
+            codes = codes + (to_code(quantized, 0, C),)
     store_codes(message, codes, blocks, valid, num_blocks, C)
     if C.is_fine:
         # Chosen anew: of a product with NaN devices make NaNs of other bits.
@@ -361,22 +352,29 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed:
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        constants = _constants(codec, values.device)
-        arguments = (values, messages, num_values, values.stride(0), *_seed_halves(seed))
-        _launch(encode_kernel, _grid(num_values, constants, num_rows), arguments, (constants,))
+        constants = constants_of(codec, values.device)
+        arguments = (values, messages, num_values, values.stride(0), *seed_halves(seed))
+        launch(encode_kernel, grid_of(num_values, constants, num_rows), arguments, (constants,))
     return messages
 
 
 def decode_triton(
-    messages: Tensor, codec: CodecConfig, values: Tensor, *, num_sources: int = 1, average: bool = False
+    messages: Tensor,
+    codec: CodecConfig,
+    values: Tensor,
+    *,
+    num_sources: int = 1,
+    average: bool = False,
+    factor: float | None = None,
 ) -> Tensor:
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
+    factor = 1.0 / num_sources if average else factor
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        constants = _constants(codec, values.device)
-        arguments = (messages, values, num_values, values.stride(0), 1.0 / num_sources)
-        fixed = (num_sources, average, constants)
-        _launch(decode_kernel, _grid(num_values, constants, num_rows), arguments, fixed)
+        constants = constants_of(codec, values.device)
+        arguments = (messages, values, num_values, values.stride(0), 1.0 if factor is None else factor)
+        fixed = (num_sources, factor is not None, constants)
+        launch(decode_kernel, grid_of(num_values, constants, num_rows), arguments, fixed)
     return values
 
 
@@ -385,58 +383,7 @@ def requantize_triton(
 ) -> Tensor:
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
     if num_values:
-        constants, num_sources = _constants(codec, messages.device), messages.shape[0]
-        arguments = (messages, message, num_values, 1.0 / num_sources, *_seed_halves(seed))
-        _launch(requantize_kernel, _grid(num_values, constants, 1), arguments, (num_sources, average, constants))
+        constants, num_sources = constants_of(codec, messages.device), messages.shape[0]
+        arguments = (messages, message, num_values, 1.0 / num_sources, *seed_halves(seed))
+        launch(requantize_kernel, grid_of(num_values, constants, 1), arguments, (num_sources, average, constants))
     return message
-
-
-LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
-# What Triton has compiled, by all that it compiles for. Its own way from a call to its compiled kernel
-# reads every argument and compares every global constant anew: tens of microseconds of the host's time.
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-    """Launch `kernel` on the device of the tensors that `arguments`, in the order of its parameters, begin with."""
-    device = arguments[0].device
-    with _on_device(device):
-        if INTERPRETED:
-            kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
-            return
-        key = (kernel.fn, device.index, *constants, *map(_specialization, arguments))
-        compiled = _compiled.get(key)
-        if compiled is None:
-            _compiled[key] = kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
-        else:
-            compiled[grid](*arguments, *constants)
-
-
-def _specialization(argument: Tensor | int | float) -> Any:
-    """What Triton compiles for: dtype and alignment of a tensor, class of an integer."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, float):
-        return float
-    return argument == 1, argument % 16 == 0, argument < 1 << 31
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
-def _grid(num_values: int, constants: KernelConstants, num_rows: int) -> tuple[int, int, int]:
-    num_blocks = -(-num_values // constants.block_size)
-    return triton.cdiv(num_blocks, constants.tile), num_rows, 1
-
-
-def _seed_halves(seed: int) -> tuple[int, int]:
-    return seed & 0x7FFFFFFF, seed >> 31
-
-
-def _constants(codec: CodecConfig, device: torch.device) -> KernelConstants:
-    native_fp8 = device.type == "cuda" and not INTERPRETED and _compat.supports_fp8(device)
-    return KernelConstants.of(codec, native_fp8)

@@ -16,6 +16,7 @@ from lightning_taco.codec.elements import (
     MIX_SHIFTS,
     NF4_LEVELS,
     NF4_MIDPOINTS,
+    PLACE_FACTOR,
 )
 
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
@@ -25,7 +26,9 @@ _ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 _MIX_SHIFT_0, _MIX_SHIFT_1, _MIX_SHIFT_2 = (tl.constexpr(shift) for shift in MIX_SHIFTS)
 _MIX_FACTOR_0, _MIX_FACTOR_1 = (tl.constexpr(factor) for factor in MIX_FACTORS)
 _TWO_POW_23, _TWO_POW_23_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
-_TWO_POW_MINUS_24 = tl.constexpr(2.0**-24)
+_ONE_BITS = tl.constexpr(0x3F800000)
+_HALF_STEP_MINUS_ONE = tl.constexpr(2.0**-17 - 1.0)
+_PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
 _CENTRE, _EDGE = tl.constexpr(GAUSSIAN_CENTRE), tl.constexpr(GAUSSIAN_EDGE)
 _INVERSE_0, _INVERSE_1, _INVERSE_2, _INVERSE_3 = (tl.constexpr(factor) for factor in GAUSSIAN_INVERSE)
 
@@ -106,10 +109,27 @@ def _mix(bits):
 
 
 @triton.jit
-def random_bits(index, seed_low, seed_high):
-    """32 random bits for each position, a function of position and seed only; index int64."""
-    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
-    return _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+def random_parts(blocks, seed_low, seed_high, C: tl.constexpr):
+    """16 random bits for each value, parts of int32 [tile, width]: a function of position and seed only.
+
+    Two values half a block apart share the 32 bits of one hash.
+    """
+    PARTS: tl.constexpr = C.parts
+    low, high = (blocks & 0xFFFFFFFF).to(tl.uint32), (blocks >> 32).to(tl.uint32)
+    key = _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+    lower, upper = (), ()
+    for part in tl.static_range(PARTS // 2):
+        places = (part * C.width + tl.arange(0, C.width)).to(tl.uint32) * _PLACE_FACTOR
+        bits = _mix(key[:, None] + places[None, :])
+        lower = lower + ((bits & 0xFFFF).to(tl.int32),)
+        upper = upper + ((bits >> 16).to(tl.int32),)
+    return lower + upper
+
+
+@triton.jit
+def _uniform(noise):
+    """16 random bits -> fp32 from 0 to 1, the middles of 2^16 steps."""
+    return ((noise << 7) | _ONE_BITS).to(tl.float32, bitcast=True) + _HALF_STEP_MINUS_ONE
 
 
 @triton.jit
@@ -132,17 +152,15 @@ def _float_code(
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = quantized.to(tl.int32, bitcast=True)
     magnitude = bits & _ABS_MASK
-    if STOCHASTIC:
-        rounding = (noise & ((1 << DROPPED) - 1)).to(tl.int32)
+    if STOCHASTIC:  # noqa: SIM108  Triton reads statements
+        rounding = ((noise << 1) | 1) << (DROPPED - 17)
     else:
         rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
     normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
     steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
     if STOCHASTIC:
-        steps = tl.floor(steps + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24)
-        subnormal = steps.to(tl.int32)
-    else:
-        subnormal = _round_to_integer(steps)
+        steps = steps + (_uniform(noise) - 0.5)
+    subnormal = _round_to_integer(steps)
     code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
     return (tl.minimum(code, LARGEST) | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))).to(tl.uint8)
 
@@ -193,8 +211,7 @@ def _nf4_code(quantized, noise, STOCHASTIC: tl.constexpr):
             below = below + (quantized >= _nf4_level(code)).to(tl.int32)
         level = _nf4_value(below)
         step = _nf4_value(below + 1) - level
-        uniform = (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24
-        code = below + (uniform * step < quantized - level).to(tl.int32)
+        code = below + (_uniform(noise) * step < quantized - level).to(tl.int32)
     else:
         # A binary search: four comparisons, where the straight count takes fifteen.
         high = quantized > _nf4_midpoint(7)
@@ -230,8 +247,7 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
         below = tl.minimum(tl.maximum(below, -HALF), HALF - 2)
         level = _gaussian_level(below, HALF)
         step = _gaussian_level(below + 1.0, HALF) - level
-        uniform = (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24
-        code = below.to(tl.int32) + (uniform * step < quantized - level).to(tl.int32)
+        code = below.to(tl.int32) + (_uniform(noise) * step < quantized - level).to(tl.int32)
     else:
         code = tl.minimum(tl.maximum(_round_to_integer(position), -HALF), HALF - 1)
     return code
@@ -246,7 +262,7 @@ def to_code(quantized, noise, C: tl.constexpr):
         if C.is_gaussian:
             code = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
         elif C.is_stochastic:
-            code = tl.floor(quantized + (noise >> 8).to(tl.float32) * _TWO_POW_MINUS_24).to(tl.int32)
+            code = _round_to_integer(quantized + (_uniform(noise) - 0.5))
             code = tl.minimum(tl.maximum(code, -C.largest), C.largest)
         else:
             code = _round_to_integer(quantized)

@@ -121,10 +121,16 @@ def decode_reference(messages: Tensor, codec: CodecConfig, num_values: int, dtyp
 
 
 def decode_sum_reference(
-    messages: Tensor, codec: CodecConfig, num_values: int, dtype: torch.dtype, *, average: bool = False
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    dtype: torch.dtype,
+    *,
+    average: bool = False,
+    factor: float | None = None,
 ) -> Tensor:
     """Sum the decoded rows of `messages`, ``uint8 [S, message_bytes]``, in row order; ``[num_values]`` of `dtype`."""
-    total = _sum(messages, codec, num_values, average)
+    total = _sum(messages, codec, num_values, 1.0 / messages.shape[0] if average else factor)
     return _leave_rotated_domain(total, codec, num_values).to(dtype)[0]
 
 
@@ -142,7 +148,7 @@ def requantize_reference(
     Returns:
         ``uint8 [1, message_bytes]``.
     """
-    total = _sum(messages, codec, num_values, average)
+    total = _sum(messages, codec, num_values, 1.0 / messages.shape[0] if average else None)
     layout = MessageLayout.of(num_values, codec)
     if codec.scale_mode == "fine":
         return _encode_fine(total, layout, codec, seed)
@@ -260,12 +266,12 @@ def _decode_to_sum_domain(messages: Tensor, codec: CodecConfig, num_values: int)
     return blocks
 
 
-def _sum(messages: Tensor, codec: CodecConfig, num_values: int, average: bool) -> Tensor:
+def _sum(messages: Tensor, codec: CodecConfig, num_values: int, factor: float | None) -> Tensor:
     decoded = _decode_to_sum_domain(messages, codec, num_values)
     total = decoded[0:1]
     for source in range(1, messages.shape[0]):
         total = total + decoded[source : source + 1]
-    return total * (1.0 / messages.shape[0]) if average else total
+    return total if factor is None else total * factor
 
 
 def _leave_rotated_domain(blocks: Tensor, codec: CodecConfig, num_values: int) -> Tensor:

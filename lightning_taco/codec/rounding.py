@@ -15,6 +15,7 @@ from lightning_taco.codec.elements import (
     MIX_SHIFTS,
     NF4_LEVELS,
     NF4_MIDPOINTS,
+    PLACE_FACTOR,
     FloatFormat,
     gaussian_half,
 )
@@ -34,7 +35,7 @@ def round_to_codes(quantized: Tensor, codec: CodecConfig, seed: int) -> Tensor:
             return quantized.to(FLOAT_DTYPES[codec.element]).view(torch.uint8)
         return _float_codes(quantized, noise, FLOAT_FORMATS[codec.element], BITS_PER_CODE[codec.element])
     code_max = CODE_MAX[codec.element]
-    uniform = None if noise is None else (noise >> 8).float() * 2.0**-24
+    uniform = None if noise is None else _uniform(noise)
     if codec.element == "nf4":
         return _nf4_codes(quantized, uniform)
     if codec.levels == "gaussian":
@@ -42,7 +43,7 @@ def round_to_codes(quantized: Tensor, codec: CodecConfig, seed: int) -> Tensor:
     elif uniform is None:
         rounded = quantized.round()
     else:
-        rounded = (quantized + uniform).floor().clamp(-code_max, code_max)
+        rounded = (quantized + (uniform - 0.5)).round().clamp(-code_max, code_max)
     return (rounded.to(torch.int32) & ((1 << BITS_PER_CODE[codec.element]) - 1)).to(torch.uint8)
 
 
@@ -113,14 +114,25 @@ def _unpack_plane(values: Tensor, width: int) -> Tensor:
 
 
 def random_bits(shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """32 random bits for each of ``[R, num_blocks, block]`` values, as int64: a function of position and seed only.
+    """16 random bits for each of ``[R, num_blocks, block]`` values, as int64: a function of position and seed only.
+
+    Two values half a block apart share the 32 bits of one hash, of a key of their block and their place in it.
 
     Args:
         seed: from 0 to 2^62 - 1; its two halves of 31 bits go in at two places.
     """
-    index = torch.arange(shape.numel(), device=device, dtype=torch.int64).view(shape)
-    low, high = index & MASK_32, index >> 32
-    return _mix((_mix(low ^ (seed & 0x7FFFFFFF)) + high + (seed >> 31)) & MASK_32)
+    num_rows, num_blocks, block_size = shape
+    blocks = torch.arange(num_rows * num_blocks, device=device).view(num_rows, num_blocks, 1)
+    low, high = blocks & MASK_32, blocks >> 32
+    key = _mix((_mix(low ^ (seed & 0x7FFFFFFF)) + high + (seed >> 31)) & MASK_32)
+    places = torch.arange(block_size // 2, device=device) * PLACE_FACTOR
+    bits = _mix((key + places) & MASK_32)
+    return torch.cat((bits & 0xFFFF, bits >> 16), dim=-1)
+
+
+def _uniform(noise: Tensor) -> Tensor:
+    """16 random bits -> fp32 from 0 to 1, the middles of 2^16 steps: nothing that is exact is ever moved."""
+    return (noise.float() + 0.5) * 2.0**-16
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -141,8 +153,8 @@ def _float_codes(quantized: Tensor, noise: Tensor | None, form: FloatFormat, num
         rounding = ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
         subnormal = steps.round().to(torch.int64)
     else:
-        rounding = noise & ((1 << dropped) - 1)
-        subnormal = (steps + (noise >> 8).float() * 2.0**-24).floor().to(torch.int64)
+        rounding = (2 * noise + 1) << (dropped - 17)
+        subnormal = (steps + (_uniform(noise) - 0.5)).round().to(torch.int64)
     normal = ((magnitude + rounding) >> dropped) - ((127 - form.exponent_bias) << form.mantissa_bits)
     is_subnormal = magnitude < ((128 - form.exponent_bias) << 23)
     code = torch.where(is_subnormal, subnormal, normal).clamp(max=form.largest_code)

@@ -1,0 +1,77 @@
+"""How the codec's kernels are launched: fixed configurations, and a short way to what Triton has compiled."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_taco import _compat
+from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
+from lightning_taco.config import CodecConfig
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
+# A seed that is 1, or a multiple of 16, would have a kernel of its own compiled, in the middle of a run.
+SEEDS = ["seed_low", "seed_high"]
+# What Triton has compiled, by all that it compiles for. Its own way from a call to its compiled kernel reads every
+# argument and compares every global constant anew: tens of microseconds of the host's time.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    """Launch `kernel` on the device of the tensor that is the first of `arguments`.
+
+    Args:
+        kernel: a function of Triton's.
+        grid: programs along each axis.
+        arguments: tensors and numbers, in the order of its parameters.
+        constants: those of its parameters that are constants, which come last.
+    """
+    device = arguments[0].device
+    with _on_device(device):
+        if INTERPRETED:
+            kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+            return
+        key = (kernel.fn, device.index, *constants, *map(_specialization, arguments))
+        compiled = _compiled.get(key)
+        if compiled is None:
+            _compiled[key] = kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+        else:
+            compiled[grid](*arguments, *constants)
+
+
+def grid_of(num_values: int, constants: KernelConstants, num_rows: int) -> tuple[int, int, int]:
+    """One program for each tile of each of `num_rows` messages of `num_values`."""
+    num_blocks = -(-num_values // constants.block_size)
+    return -(-num_blocks // constants.tile), num_rows, 1
+
+
+def seed_halves(seed: int) -> tuple[int, int]:
+    """Both as integers of 32 bits that are not negative."""
+    return seed & 0x7FFFFFFF, seed >> 31
+
+
+def constants_of(codec: CodecConfig, device: torch.device) -> KernelConstants:
+    """What kernels of `codec` are compiled for on `device`."""
+    native_fp8 = device.type == "cuda" and not INTERPRETED and _compat.supports_fp8(device)
+    return KernelConstants.of(codec, native_fp8)
+
+
+def _specialization(argument: Tensor | int | float) -> Any:
+    """What Triton compiles for: dtype and alignment of a tensor, class of an integer."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
+    return argument == 1, argument % 16 == 0, argument < 1 << 31
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,112 @@
+"""`codec.recode` as Triton kernels: messages of one codec to that of their sum in another; values into a message.
+
+A program owns a tile of blocks of one message, held in parts, as in `codec.kernels`. Example of `recode_sum`: 2 sources
+of 3 messages of 300 values, block 128: grid (1, 3); program (0, 1) reads blocks 0..2 of the second message of either
+source, adds them and writes 3 blocks of codes and 3 scales of the other codec to the second message that comes out.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
+from lightning_taco.codec.kernels import _load, _message_bytes, _num_blocks, _store_message
+from lightning_taco.codec.kernels_numbers import hadamard, scaled
+from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.config import CodecConfig
+
+
+@triton.jit
+def _added(parts, others, C: tl.constexpr):
+    PARTS: tl.constexpr = C.parts
+    sums = ()
+    for part in tl.static_range(PARTS):
+        sums = sums + (parts[part] + others[part],)
+    return sums
+
+
+@triton.jit(do_not_specialize=SEEDS)
+def recode_sum_kernel(
+    messages_ptr,
+    out_ptr,
+    num_values,
+    source_bytes,  # from a message of one source to the same one of the next
+    factor,
+    seed_low,
+    seed_high,
+    NUM_SOURCES: tl.constexpr,
+    SCALE: tl.constexpr,  # whether to multiply by factor
+    C: tl.constexpr,
+    OUT: tl.constexpr,  # the constants of the other codec, of the same block
+):
+    """NUM_SOURCES messages of each row -> the message of their sum; program (i, r): tile i of row r."""
+    row = tl.program_id(1).to(tl.int64)
+    num_blocks = _num_blocks(num_values, C)
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    message = messages_ptr + row * _message_bytes(num_blocks, C)
+    total = _load(message, blocks, num_blocks, C)
+    for _ in range(1, NUM_SOURCES):
+        message += tl.cast(source_bytes, tl.int64)
+        total = _added(total, _load(message, blocks, num_blocks, C), C)
+    if SCALE:
+        total = scaled(total, factor, C)
+    out = out_ptr + row * _message_bytes(num_blocks, OUT)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    _store_message(total, alpha, 1.0, out, blocks, row * num_blocks, num_blocks, seed_low, seed_high, OUT)
+
+
+@triton.jit(do_not_specialize=SEEDS)
+def accumulate_kernel(message_ptr, values_ptr, num_values, seed_low, seed_high, C: tl.constexpr):
+    """message + values [num_values] -> message, in place."""
+    PARTS: tl.constexpr = C.parts
+    num_blocks = _num_blocks(num_values, C)
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        place = offsets + part * C.width
+        values = tl.load(values_ptr + place, mask=place < num_values, other=0.0)
+        parts = parts + (values.to(tl.float32),)
+    if C.is_rotated:
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+    total = _added(_load(message_ptr, blocks, num_blocks, C), parts, C)
+    # All threads have read the tile before any of them writes to it.
+    tl.debug_barrier()
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+
+
+def recode_sum_triton(
+    messages: Tensor,
+    codec: CodecConfig,
+    out_codec: CodecConfig,
+    num_values: int,
+    *,
+    factor: float | None = None,
+    seed: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`recode_sum_reference` in one launch, into `out` if it is given."""
+    num_sources, num_rows, message_bytes = messages.shape
+    if out is None:
+        out_bytes = MessageLayout.of(num_values, out_codec).message_bytes
+        out = torch.empty(num_rows, out_bytes, dtype=torch.uint8, device=messages.device)
+    if num_values and num_rows:
+        constants = constants_of(codec, messages.device)
+        scalars = (num_values, num_rows * message_bytes, 1.0 if factor is None else factor, *seed_halves(seed))
+        fixed = (num_sources, factor is not None, constants, constants_of(out_codec, messages.device))
+        launch(recode_sum_kernel, grid_of(num_values, constants, num_rows), (messages, out, *scalars), fixed)
+    return out
+
+
+def accumulate_triton(message: Tensor, values: Tensor, codec: CodecConfig, *, seed: int = 0) -> Tensor:
+    """`accumulate_reference` in one launch, in place."""
+    num_values = values.numel()
+    if num_values:
+        constants = constants_of(codec, values.device)
+        arguments = (message, values, num_values, *seed_halves(seed))
+        launch(accumulate_kernel, grid_of(num_values, constants, 1), arguments, (constants,))
+    return message
