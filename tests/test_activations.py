@@ -173,12 +173,22 @@ def test_the_output_projection_shares_what_attention_keeps_where_it_can() -> Non
     handle = store_in_few_bits(model, SMALL)
     x = torch.randn(2, 24, 64, requires_grad=True)
     output = model(x)
-    shared = handle.ledger.rows[("output", "linear")]
+    shared = handle.ledger.rows[("output", "kept")]
     # torch's attention returns a transposed view of memory that lies as the projection reads it.
     assert shared.stored_bytes == shared.stock_bytes == 2 * 24 * 64 * 4
     gradient = torch.autograd.grad(output.sum(), model.output.weight)[0]
     handle.remove()
     assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), model.output.weight)[0])
+
+
+def test_a_layer_behind_relu_shares_what_relu_keeps(recorder: "Recorder") -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
+    x = torch.randn(4, 64)
+    expected = gradients_of(model, x)
+    store_in_few_bits(model, SMALL)
+    for ours, truth in zip(gradients_of(model, x), expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=0)
+    assert recorder.packed == []
 
 
 # Single operations, against stock autograd at the decoded input.

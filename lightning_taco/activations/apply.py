@@ -29,7 +29,6 @@ class StoredActivations:
     def __init__(self, model: nn.Module, config: ActivationConfig) -> None:
         self.model, self.config = model, config
         self.store = ActivationStore(config)
-        self.is_enabled = True
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._open: list[AbstractContextManager[None]] = []
@@ -46,12 +45,22 @@ class StoredActivations:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Around a forward that is not a call of the model itself, such as a ``training_step``."""
-        if self._depth or not self.is_enabled or not torch.is_grad_enabled() or _compat.in_backward():
+        if self._depth or not torch.is_grad_enabled() or _compat.in_backward():
             yield
             return
         self._depth += 1
         try:
             with self.store.forward(), Interception(self.store):
+                yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def stock_scope(self) -> Iterator[None]:
+        """Around a forward in which everything is kept as stock autograd does, and only the modules are watched."""
+        self._depth += 1
+        try:
+            with self.store.forward():
                 yield
         finally:
             self._depth -= 1

@@ -47,6 +47,8 @@ class Interception(TorchFunctionMode):
             torch.Tensor.mul: partial(self._multiply, torch.Tensor.mul),
             torch.Tensor.__mul__: partial(self._multiply, torch.Tensor.__mul__),
             F.scaled_dot_product_attention: self._attention,
+            F.relu: partial(self._relu, F.relu),
+            torch.relu: partial(self._relu, torch.relu),
             **{cast: partial(self._cast, cast) for cast in CASTS},
         }
 
@@ -147,6 +149,13 @@ class Interception(TorchFunctionMode):
         with self.store.no_hooks():
             output = F.scaled_dot_product_attention(*args, **kwargs)
         if output.grad_fn is not None and output.grad_fn.name().startswith("ScaledDotProduct"):  # it keeps its output
+            self.store.is_kept_anyway(output)
+        return output
+
+    def _relu(self, stock: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """It keeps its output, whose zeros say exactly where no gradient passes: a layer behind it may share that."""
+        output = stock(input, *args, **kwargs)
+        if output.requires_grad:
             self.store.is_kept_anyway(output)
         return output
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-KINDS = ("norm", "activation", "linear", "attention", "hooked", "weight", "other")
-"""Of operations: whose saved tensors they are."""
+KINDS = ("norm", "activation", "linear", "kept", "hooked", "attention", "other")
+"""Whose saved tensors they are. ``"kept"`` is the input of a linear layer that shares memory with what the operation
+before keeps anyway; ``"attention"`` and ``"other"`` are seen by `measure_stored` only."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class ActivationStore:
         self._decoded: tuple[Source, Tensor] | None = None
 
     @property
+    def module(self) -> str:
+        """The module whose forward runs now."""
+        return self.modules[-1] if self.modules else ""
+
+    @property
     def is_active(self) -> bool:
         """Whether operations of now have their saved tensors stored: not without gradients, in excluded modules, in
         a repeated forward, or inside hooks of somebody else, such as activation checkpointing or CPU offload."""
@@ -112,14 +117,14 @@ class ActivationStore:
             return self._as_it_is(tensor, local)
         key, storage = self._key(local)
         source = self._find(key)
-        stored_bytes = 0
+        stored_bytes, kind = 0, self._kind
         if source is None:
             source = Quantized(local.detach(), self.codec, self._next_seed())
             stored_bytes = source.num_bytes
             self._known[key] = (storage, weakref.ref(source))
         elif isinstance(source, Kept):
-            stored_bytes = local.numel() * local.element_size()
-        self._count(key, storage, local, stored_bytes)
+            stored_bytes, kind = local.numel() * local.element_size(), "kept"
+        self._count(key, storage, local, stored_bytes, kind)
         source.num_users += 1
         return Packed(source, local.shape, wrapper, VersionWatch(tensor, local))
 
@@ -167,7 +172,7 @@ class ActivationStore:
         """Count a tensor that stock autograd would have saved, and that nothing here needs."""
         local, _ = unwrapped(tensor)
         if local is not None:
-            self._count(*self._key(local), local, 0)
+            self._count(*self._key(local), local, 0, self._kind)
 
     def _is_stored(self, tensor: Tensor, local: Tensor) -> bool:
         if self._only is not None and local.untyped_storage()._cdata != self._only:
@@ -200,12 +205,12 @@ class ActivationStore:
         storage = StorageWeakRef(local.untyped_storage())
         return TensorKey.of(local, storage), storage
 
-    def _count(self, key: TensorKey, storage: StorageWeakRef, local: Tensor, stored_bytes: int) -> None:
+    def _count(self, key: TensorKey, storage: StorageWeakRef, local: Tensor, stored_bytes: int, kind: str) -> None:
         is_new = key not in self._seen
         self._seen[key] = storage  # as long as it is held here, no other storage has its address
         if is_new or stored_bytes:
             stock_bytes = local.numel() * local.element_size() if is_new else 0
-            self.ledger.add(self.modules[-1] if self.modules else "", self._kind, stock_bytes, stored_bytes)
+            self.ledger.add(self.module, kind, stock_bytes, stored_bytes)
 
     def _next_seed(self) -> int:
         self._num_quantized += 1
