@@ -17,7 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_taco import _compat
-from lightning_taco.activations.functions import FromInputs, SiluTimes, silu_times
+from lightning_taco.activations.functions import (
+    FromInputs,
+    Product,
+    SiluTimes,
+    SiluTimesOfMessages,
+    can_read_messages,
+    gelu_derivative,
+    silu_derivative,
+    silu_times,
+)
 from lightning_taco.activations.storage import Recomputed, unwrapped
 from lightning_taco.activations.store import ActivationStore
 from lightning_taco.codec import VALUE_DTYPES
@@ -103,7 +112,7 @@ class Interception(TorchFunctionMode):
         bias: Tensor | None,
     ) -> Tensor:
         with self.store.hooks("norm"):
-            output = FromInputs.apply(operation, input, weight, bias)
+            output = FromInputs.apply(operation, None, input, weight, bias)
         # Copies, small beside the activations: the weights may be sharded again when the output is asked for.
         whole = [None if each is None else unwrapped(each)[0] for each in (weight, bias)]
         if all(part is None or part.shape == normalized_shape for part in whole):
@@ -114,7 +123,7 @@ class Interception(TorchFunctionMode):
     def _gelu(self, input: Tensor, *, approximate: str = "none") -> Tensor:
         operation = partial(F.gelu, approximate=approximate)
         with self.store.hooks("activation"):
-            output = FromInputs.apply(operation, input)
+            output = FromInputs.apply(operation, partial(gelu_derivative, approximate=approximate), input)
         self._recomputable(output, operation, input)
         return output
 
@@ -122,7 +131,7 @@ class Interception(TorchFunctionMode):
         if inplace:
             return F.silu(input, inplace=True)
         with self.store.hooks("activation"):
-            output = FromInputs.apply(F.silu, input)
+            output = FromInputs.apply(F.silu, silu_derivative, input)
         if output.requires_grad:
             self._gates[output] = (input, input._version, output._version)
             self._recomputable(output, F.silu, input)
@@ -139,9 +148,13 @@ class Interception(TorchFunctionMode):
 
     def _silu_times(self, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
         with self.store.hooks("activation"):
-            output = SiluTimes.apply(gate, up, activated.detach())
+            sources = [self.store.message_of(each) if can_read_messages(each) else None for each in (gate, up)]
+            if None in sources:
+                output = SiluTimes.apply(gate, up, activated.detach())
+            else:
+                output = SiluTimesOfMessages.apply(gate, up, activated.detach(), *sources)
             self.store.count_recomputed(activated)
-        self._recomputable(output, silu_times, gate, up)
+        self._recomputable(output, silu_times, gate, up, kind=Product)
         return output
 
     def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -173,14 +186,20 @@ class Interception(TorchFunctionMode):
             input = self._cast(torch.Tensor.to, input, torch.get_autocast_dtype(kind))
         return input.contiguous()
 
-    def _recomputable(self, output: Tensor, operation: Callable[..., Tensor], *inputs: Tensor) -> None:
+    def _recomputable(
+        self,
+        output: Tensor,
+        operation: Callable[..., Tensor],
+        *inputs: Tensor,
+        kind: type[Recomputed] = Recomputed,
+    ) -> None:
         """Should autograd save `output`, it is computed again from what stands for `inputs`."""
         if not output.requires_grad or any(_placements(input) != _placements(output) for input in inputs):
             return
         sources = [self.store.source_of(input) for input in inputs]
         if all(source is not None for source in sources):
             found = [source for source in sources if source is not None]
-            self.store.can_be_recomputed(output, Recomputed(operation, found, output.device))
+            self.store.can_be_recomputed(output, kind(operation, found, output.device))
 
 
 def _placements(tensor: Tensor) -> Any:

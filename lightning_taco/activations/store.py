@@ -115,6 +115,20 @@ class ActivationStore:
         local, wrapper = unwrapped(tensor)
         if local is None or not self._is_stored(tensor, local):
             return self._as_it_is(tensor, local)
+        source = self._stored(local)
+        source.num_users += 1
+        return Packed(source, local.shape, wrapper, VersionWatch(tensor, local))
+
+    def message_of(self, tensor: Tensor) -> Quantized | None:
+        """What stands for a plain `tensor` whose message is read as it is, made now if need be; ``None`` if it is kept,
+        recomputed or no plain tensor."""
+        if type(tensor) is not Tensor or not tensor.is_contiguous() or not self._is_stored(tensor, tensor):
+            return None
+        source = self._stored(tensor)
+        return source if isinstance(source, Quantized) else None
+
+    def _stored(self, local: Tensor) -> Source:
+        """What stands for `local`: found, or made now; and counted."""
         key, storage = self._key(local)
         source = self._find(key)
         stored_bytes, kind = 0, self._kind
@@ -125,8 +139,7 @@ class ActivationStore:
         elif isinstance(source, Kept):
             stored_bytes, kind = local.numel() * local.element_size(), "kept"
         self._count(key, storage, local, stored_bytes, kind)
-        source.num_users += 1
-        return Packed(source, local.shape, wrapper, VersionWatch(tensor, local))
+        return source
 
     def keep(self, tensor: Tensor) -> Any:
         """As `pack`, for what is not to be quantised."""

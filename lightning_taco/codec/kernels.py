@@ -238,7 +238,7 @@ def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_lo
 
 
 @triton.jit
-def _load(message, blocks, num_blocks, C: tl.constexpr):
+def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
     """The tile's values, parts of fp32 [tile, width], as they may be added: rotated, or at their place in fine mode."""
     PARTS: tl.constexpr = C.parts
     valid = blocks < num_blocks
@@ -263,10 +263,10 @@ def _load(message, blocks, num_blocks, C: tl.constexpr):
 @triton.jit
 def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
     PARTS: tl.constexpr = C.parts
-    total = _load(messages, blocks, num_blocks, C)
+    total = load_blocks(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         messages += _message_bytes(num_blocks, C)
-        addend = _load(messages, blocks, num_blocks, C)
+        addend = load_blocks(messages, blocks, num_blocks, C)
         added = ()
         for part in tl.static_range(PARTS):
             added = added + (total[part] + addend[part],)
@@ -359,14 +359,14 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed:
     """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        with _on_device(values):
+        with on_device(values):
             encode_kernel[_grid(num_values, codec, num_rows)](
                 values,
                 messages,
                 num_values,
                 values.stride(0),
                 *_seed_halves(seed),
-                C=_constants(codec, values.device),
+                C=constants_for(codec, values.device),
                 **LAUNCH_OPTIONS,
             )
     return messages
@@ -378,7 +378,7 @@ def decode_triton(
     """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
     num_rows, num_values = values.shape
     if num_values and num_rows:
-        with _on_device(values):
+        with on_device(values):
             decode_kernel[_grid(num_values, codec, num_rows)](
                 messages,
                 values,
@@ -387,7 +387,7 @@ def decode_triton(
                 1.0 / num_sources,
                 NUM_SOURCES=num_sources,
                 AVERAGE=average,
-                C=_constants(codec, values.device),
+                C=constants_for(codec, values.device),
                 **LAUNCH_OPTIONS,
             )
     return values
@@ -398,7 +398,7 @@ def requantize_triton(
 ) -> Tensor:
     """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
     if num_values:
-        with _on_device(messages):
+        with on_device(messages):
             requantize_kernel[_grid(num_values, codec, 1)](
                 messages,
                 message,
@@ -407,7 +407,7 @@ def requantize_triton(
                 *_seed_halves(seed),
                 NUM_SOURCES=messages.shape[0],
                 AVERAGE=average,
-                C=_constants(codec, messages.device),
+                C=constants_for(codec, messages.device),
                 **LAUNCH_OPTIONS,
             )
     return message
@@ -416,8 +416,8 @@ def requantize_triton(
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context for a launch: Triton launches on the current device, which need not be the tensor's."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
@@ -432,6 +432,7 @@ def _seed_halves(seed: int) -> tuple[int, int]:
     return seed & 0x7FFFFFFF, seed >> 31
 
 
-def _constants(codec: CodecConfig, device: torch.device) -> KernelConstants:
+def constants_for(codec: CodecConfig, device: torch.device) -> KernelConstants:
+    """What kernels are compiled for on `device`."""
     native_fp8 = device.type == "cuda" and _compat.supports_fp8(device) and not INTERPRETED
     return KernelConstants.of(codec, native_fp8)

@@ -67,10 +67,11 @@ class Activations:
         self._keep_ledger()
         total = self.ledger.total
         if not any(row.stored_bytes < row.stock_bytes for row in self.ledger.rows.values()):
+            least = self.handles[0].config.min_numel
             rank_zero_warn(
                 "lightning_taco stored no activation in few bits in the first step: no norm, activation or linear "
-                f"layer of torch had an input of {self.handles[0].config.min_numel} values (min_numel) in half precision "
-                "or fp32, outside of activation checkpointing and excluded modules."
+                f"layer of torch had an input of {least} values (min_numel) in half precision or fp32, outside of "
+                "activation checkpointing and excluded modules."
             )
             return
         rank_zero_info(
