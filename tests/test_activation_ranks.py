@@ -103,6 +103,40 @@ def check_partial_sums(world_size: int) -> None:
     assert relative_error(whole(actual), whole(expected)) < 0.02
 
 
+def check_hooks(world_size: int) -> None:
+    """Hooks everywhere pack this rank's activations, and no weight, whole, split, gathered or cast."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    model = perturbed(make_model("llama", ffn_size=80))  # no weight has the shape of the tokens
+    llama.parallelize(model, mesh, sequence_parallel=True)
+    sharded = shard_data_parallel(
+        perturbed(make_model("gpt")), init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
+    )
+    quantized, packed = store.Quantized, []
+
+    def record(tensor: Tensor, *rest: Any) -> Any:
+        packed.append(tensor)
+        return quantized(tensor, *rest)
+
+    store.Quantized = record
+    config = ActivationConfig(element="int8", min_numel=500, hooked=["*"])
+    for each in (model, sharded):
+        packed.clear()
+        expected = step(each)[1]
+        handle = store_in_few_bits(each, config)
+        weights = {tuple(whole(weight).shape) for weight in each.parameters()}
+        weights |= {tuple(weight.to_local().shape) for weight in each.parameters() if isinstance(weight, DTensor)}
+        with torch.autocast("cpu", torch.bfloat16):
+            step(each)
+        assert len(packed) >= 7
+        shapes = {tuple(tensor.shape) for tensor in packed}
+        assert not (shapes | {shape[::-1] for shape in shapes}) & weights
+        for name, gradient in step(each)[1].items():
+            if gradient.dim() > 1:
+                assert relative_error(gradient, expected[name]) < 0.05, name
+        handle.remove()
+    store.Quantized = quantized
+
+
 def check_modified_in_place(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = nn.GELU()
@@ -119,6 +153,7 @@ def check_two_ranks(rank: int) -> None:
     check_sharded_data(2)
     check_partial_sums(2)
     check_modified_in_place(2)
+    check_hooks(2)
 
 
 def check_four_ranks(rank: int) -> None:

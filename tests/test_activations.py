@@ -655,6 +655,24 @@ def test_a_compiled_model_is_refused() -> None:
     assert isinstance(store_in_few_bits(model, {"exclude": ["1"]}), StoredActivations)
 
 
+def test_a_model_that_is_compiled_later_is_refused_at_its_first_call() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    store_in_few_bits(model, SMALL)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(RuntimeError, match=r"cannot be stored in few bits under torch.compile.* exclude the compiled"):
+        compiled(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("excluded", ["0", ""])
+def test_excluded_modules_may_be_compiled(excluded: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 8))
+    model[0].compile(backend="eager")
+    handle = store_in_few_bits(model, ActivationConfig(min_numel=0, exclude=[excluded or "0.*", "0"]))
+    for _ in range(2):
+        model(torch.randn(4, 64)).sum().backward()
+        assert set(handle.ledger.rows) == {("1", "linear")}
+
+
 def test_no_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="config='none' stores nothing in few bits; use 'agoq'"):
         store_in_few_bits(nn.Linear(2, 2), "none")

@@ -77,7 +77,7 @@ class Interception(TorchFunctionMode):
             return F.linear(input, weight, bias)
         input = self._as_multiplied(input)
         local, _ = unwrapped(input)
-        if local is None:
+        if local is None or local.numel() < self.store.config.min_numel:
             return F.linear(input, weight, bias)
         with self.store.hooks("linear", only=local):
             return F.linear(input, weight, bias)
