@@ -5,6 +5,7 @@ rounding; fp32 throughout, since the interpreter truncates casts to bf16 (`test_
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lightning_taco.activations.functions import silu_times
 from lightning_taco.codec import decode, encode
 from lightning_taco.config import CodecConfig
 from tests.test_activations import SMALL, GatedUnit, gradients_of, loss_and_gradients, make_model, relative_error
+from tests.test_codec_family import content
+from tests.test_codec_reference import assert_same_bits
 
 pytest.importorskip("triton")
 kernels = pytest.importorskip("lightning_taco.activations.kernels")
@@ -32,6 +35,9 @@ CODECS = [
     CodecConfig(element="int6", rotation=False, block_size=32),
     CodecConfig(element="int8", rotation=False, block_size=256),
 ]
+
+
+KERNELS = ["multiply_and_encode_triton", "silu_times_triton", "silu_times_backward_triton"]
 
 
 def adversarial(num_values: int, codec: CodecConfig) -> Tensor:
@@ -66,10 +72,23 @@ def test_kernels_agree_with_decoded_tensors(codec: CodecConfig, num_values: int)
         torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.parametrize("codec", [*CODECS, replace(CODECS[0], rounding="stochastic")], ids=str)
+@pytest.mark.parametrize("num_values", [1, 63, 8 * 256 + 17])
+def test_multiplying_and_encoding_at_once_has_the_bits_of_both(codec: CodecConfig, num_values: int) -> None:
+    activated, up = torch.randn(num_values), adversarial(num_values, codec)
+    expected_message = encode(up.view(1, -1), codec, seed=77)
+    message = torch.full_like(expected_message, 255)
+    product = kernels.multiply_and_encode_triton(activated, up, codec, message, seed=77)
+    torch.testing.assert_close(product, activated * up, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits(content(message, codec, num_values), content(expected_message, codec, num_values))
+
+
 def test_nothing_to_do() -> None:
     codec = CODECS[0]
     empty = [encode(torch.empty(1, 0), codec) for _ in range(2)]
     assert kernels.silu_times_triton(*empty, codec, torch.Size((0, 3)), torch.float32).shape == (0, 3)
+    product = kernels.multiply_and_encode_triton(torch.empty(0, 3), torch.empty(0, 3), codec, empty[0])
+    assert product.shape == (0, 3)
     assert [each.shape for each in kernels.silu_times_backward_triton(*empty, codec, torch.empty(0, 3))] == [(0, 3)] * 2
 
 
@@ -79,7 +98,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     for module in (functions, intercept):
         monkeypatch.setattr(module, "can_read_messages", lambda tensor: True)
-    for name in ("silu_times_triton", "silu_times_backward_triton"):
+    for name in KERNELS:
         monkeypatch.setattr(kernels, name, _recording(ran, name))
     return ran
 
@@ -87,9 +106,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _recording(ran: list[str], name: str) -> Any:
     stock = getattr(kernels, name)
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         ran.append(name)
-        return stock(*arguments)
+        return stock(*arguments, **options)
 
     return run
 
@@ -101,7 +120,7 @@ def test_a_model_that_takes_the_kernels_has_the_same_gradients(
     handle = store_in_few_bits(model, SMALL)
     actual = loss_and_gradients(model)
     rows = dict(handle.ledger.rows)
-    assert fused == ["silu_times_triton", "silu_times_backward_triton"]
+    assert fused == KERNELS
     for module in (functions, intercept):
         monkeypatch.setattr(module, "can_read_messages", lambda tensor: False)
     truth = loss_and_gradients(model)

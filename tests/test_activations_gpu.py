@@ -15,7 +15,10 @@ from lightning_taco.activations import (
     predict_block,
     store_in_few_bits,
 )
+from lightning_taco.codec import encode
 from tests.test_activations import GatedUnit, relative_error
+from tests.test_codec_family import content
+from tests.test_codec_reference import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +39,19 @@ def test_fused_kernels_agree_with_decoded_tensors(
     tolerance = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
     for ours, truth in zip(fused, cuda_gradients(unit, inputs), strict=True):
         assert relative_error(ours, truth) < tolerance
+
+
+@pytest.mark.parametrize("element", ["fp4", "nf4", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_multiplying_and_encoding_at_once_has_the_bits_of_both(element: str, dtype: torch.dtype) -> None:
+    from lightning_taco.activations import kernels
+
+    codec = ActivationConfig(element=element).codec  # type: ignore[arg-type]
+    activated, up = (torch.randn(70_001, device="cuda", dtype=dtype) for _ in range(2))
+    expected = encode(up.view(1, -1), codec)
+    message = torch.full_like(expected, 255)
+    assert_same_bits(kernels.multiply_and_encode_triton(activated, up, codec, message), activated * up)
+    assert_same_bits(content(message, codec, 70_001), content(expected, codec, 70_001))
 
 
 def cuda_gradients(module: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

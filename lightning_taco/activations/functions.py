@@ -73,11 +73,16 @@ class SiluTimesOfMessages(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, activated: Tensor, gate_source: Quantized, up_source: Quantized
     ) -> Tensor:
-        """``activated * up``; `gate_source` and `up_source` stand for `gate` and `up`."""
+        """``activated * up``; `gate_source` and `up_source` stand for `gate` and `up`. The latter may be pending."""
+        from lightning_taco.activations import kernels
+
         ctx.watches = VersionWatch(gate, gate), VersionWatch(up, up)
         ctx.codec, ctx.shape = gate_source.codec, gate.shape
         ctx.save_for_backward(gate_source.message, up_source.message)
-        return activated * up
+        if not up_source.is_pending:
+            return activated * up
+        up_source.is_pending = False
+        return kernels.multiply_and_encode_triton(activated, up, ctx.codec, up_source.message, seed=up_source.seed)
 
     @staticmethod
     @once_differentiable

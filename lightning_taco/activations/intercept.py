@@ -148,11 +148,12 @@ class Interception(TorchFunctionMode):
 
     def _silu_times(self, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
         with self.store.hooks("activation"):
-            sources = [self.store.message_of(each) if can_read_messages(each) else None for each in (gate, up)]
-            if None in sources:
+            gate_source = self.store.message_of(gate) if can_read_messages(gate) else None
+            up_source = None if gate_source is None else self.store.message_of(up, may_be_pending=True)
+            if up_source is None:
                 output = SiluTimes.apply(gate, up, activated.detach())
             else:
-                output = SiluTimesOfMessages.apply(gate, up, activated.detach(), *sources)
+                output = SiluTimesOfMessages.apply(gate, up, activated.detach(), gate_source, up_source)
             self.store.count_recomputed(activated)
         self._recomputable(output, silu_times, gate, up, kind=Product)
         return output

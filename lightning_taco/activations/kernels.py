@@ -3,8 +3,8 @@
 The only file of stored activations that imports triton. `activations.functions` has the oracle: decode, then torch's
 own operations. These differ from it by rounding, since they stay in fp32 between the steps.
 
-A program owns a tile of blocks, as in `codec.kernels`, but a smaller one: it holds two tensors, and a thread that had a
-whole block of each would not have the registers for them.
+A program owns a tile of blocks, as in `codec.kernels`; where it holds two tensors a smaller one, since a thread that
+had a whole block of each would not have the registers for them.
 
 Example: 300 values, block 128, tile 16: one program; blocks [0..127], [128..255], [256..299 and zeros].
 """
@@ -19,8 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco.codec.constants import KernelConstants
-from lightning_taco.codec.kernels import LAUNCH_OPTIONS, constants_for, load_blocks, on_device
-from lightning_taco.codec.kernels_numbers import hadamard
+from lightning_taco.codec.kernels import (
+    LAUNCH_OPTIONS,
+    constants_for,
+    load_blocks,
+    on_device,
+    seed_halves,
+    store_message,
+)
+from lightning_taco.codec.kernels_numbers import hadamard, scaled
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
 
@@ -71,6 +78,62 @@ def silu_times_backward_kernel(
         slope = sigmoid * (1.0 + gate_values * (1.0 - sigmoid))
         tl.store(gate_gradient_ptr + offsets, (gradient * up_values * slope).to(kind), mask=mask)
         tl.store(up_gradient_ptr + offsets, (gradient * gate_values * sigmoid).to(kind), mask=mask)
+
+
+@triton.jit
+def multiply_and_encode_kernel(
+    activated_ptr, up_ptr, product_ptr, message_ptr, num_values, num_blocks, seed_low, seed_high, C: tl.constexpr
+):
+    """activated * up, [num_values], and the message of up, which is read for both at once."""
+    PARTS: tl.constexpr = C.parts
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    kind = product_ptr.dtype.element_ty
+    parts = ()
+    for part in tl.static_range(PARTS):
+        offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
+        mask = offsets < num_values
+        up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        activated = tl.load(activated_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(product_ptr + offsets, (activated * up).to(kind), mask=mask)
+        parts = parts + (up,)
+    if C.is_rotated:
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    num_blocks = tl.cast(num_blocks, tl.int64)
+    store_message(parts, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+
+
+def multiply_and_encode_triton(
+    activated: Tensor, up: Tensor, codec: CodecConfig, message: Tensor, *, seed: int = 0
+) -> Tensor:
+    """``activated * up``, as torch rounds it, and the message of `up`, as `encode` writes it.
+
+    Args:
+        activated: floating point, contiguous.
+        up: the same, of the same shape and dtype.
+        codec: of the message; merged scales.
+        message: ``uint8 [1, message_bytes]``, to write to.
+        seed: of stochastic rounding.
+
+    Cost: reads both tensors once, writes the product and the message once; one launch.
+    """
+    product = torch.empty_like(up)
+    num_values, num_blocks = _sizes(up.numel(), codec)
+    if num_values:
+        constants = constants_for(codec, up.device)
+        with on_device(up):
+            multiply_and_encode_kernel[(triton.cdiv(num_blocks, constants.tile),)](
+                activated,
+                up,
+                product,
+                message,
+                num_values,
+                num_blocks,
+                *seed_halves(seed),
+                C=constants,
+                **LAUNCH_OPTIONS,
+            )
+    return product
 
 
 def silu_times_triton(gate: Tensor, up: Tensor, codec: CodecConfig, shape: torch.Size, dtype: torch.dtype) -> Tensor:

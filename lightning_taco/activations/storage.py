@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_taco import _compat
-from lightning_taco.codec import decode, encode
+from lightning_taco.codec import MessageLayout, decode, encode
 from lightning_taco.config import CodecConfig
 
 
@@ -34,14 +34,20 @@ class Quantized:
         tensor: floating point, plain.
         codec: of the message.
         seed: of stochastic rounding.
+        is_pending: leave the message to be written by a kernel that reads the tensor anyway.
 
     Cost: reads the tensor once, writes the message.
     """
 
-    def __init__(self, tensor: Tensor, codec: CodecConfig, seed: int = 0) -> None:
+    def __init__(self, tensor: Tensor, codec: CodecConfig, seed: int = 0, *, is_pending: bool = False) -> None:
         self.num_users = 0
         self.shape, self.dtype, self.codec = tensor.shape, tensor.dtype, codec
-        self.message = encode(tensor.reshape(1, -1), codec, seed=seed)
+        self.seed, self.is_pending = seed, is_pending
+        if is_pending:
+            num_bytes = MessageLayout.of(tensor.numel(), codec).message_bytes
+            self.message = torch.empty(1, num_bytes, dtype=torch.uint8, device=tensor.device)
+        else:
+            self.message = encode(tensor.reshape(1, -1), codec, seed=seed)
 
     @property
     def num_bytes(self) -> int:

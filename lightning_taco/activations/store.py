@@ -119,21 +119,21 @@ class ActivationStore:
         source.num_users += 1
         return Packed(source, local.shape, wrapper, VersionWatch(tensor, local))
 
-    def message_of(self, tensor: Tensor) -> Quantized | None:
-        """What stands for a plain `tensor` whose message is read as it is, made now if need be; ``None`` if it is kept,
-        recomputed or no plain tensor."""
+    def message_of(self, tensor: Tensor, *, may_be_pending: bool = False) -> Quantized | None:
+        """What stands for a plain `tensor` whose message is read as it is; ``None`` if it is kept, recomputed or no
+        plain tensor. If there is none yet it is made, or is pending and the caller has it written at once."""
         if type(tensor) is not Tensor or not tensor.is_contiguous() or not self._is_stored(tensor, tensor):
             return None
-        source = self._stored(tensor)
+        source = self._stored(tensor, is_pending=may_be_pending)
         return source if isinstance(source, Quantized) else None
 
-    def _stored(self, local: Tensor) -> Source:
+    def _stored(self, local: Tensor, **options: bool) -> Source:
         """What stands for `local`: found, or made now; and counted."""
         key, storage = self._key(local)
         source = self._find(key)
         stored_bytes, kind = 0, self._kind
         if source is None:
-            source = Quantized(local.detach(), self.codec, self._next_seed())
+            source = Quantized(local.detach(), self.codec, self._next_seed(), **options)
             stored_bytes = source.num_bytes
             self._known[key] = (storage, weakref.ref(source))
         elif isinstance(source, Kept):

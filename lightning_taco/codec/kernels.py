@@ -189,7 +189,7 @@ def _scales(parts, C: tl.constexpr):
 
 
 @triton.jit
-def _store_message(
+def store_message(
     parts,  # fp32 [tile, width] each, already in the domain that is quantised
     alpha,  # fp32 [tile, 1]; dual mode only
     power,  # fp32 [tile]: what the scale is multiplied by; fine mode only
@@ -201,6 +201,7 @@ def _store_message(
     seed_high,
     C: tl.constexpr,
 ):
+    """Quantise the tile, and write its codes and scales."""
     PARTS: tl.constexpr = C.parts
     scale, scale_inv, finite, usable = _scales(parts, C)
     valid = blocks < num_blocks
@@ -230,7 +231,7 @@ def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_lo
     rotated = hadamard(scaled(equalized, 1.0 / C.block_size, C), C)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     power = (exponent << 23).to(tl.float32, bitcast=True)
-    _store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
+    store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
     for sub_block in tl.static_range(SUB_BLOCKS):
         pointers = _factor_pointers(message, blocks, num_blocks, sub_block, C)
         factor = (factor_bits[sub_block] - _FINE_LOWEST).to(tl.uint8)
@@ -299,7 +300,7 @@ def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, se
             parts = scaled(parts, alpha, C)
         if C.is_rotated:
             parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-        _store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+        store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
 
 
 @triton.jit
@@ -352,7 +353,7 @@ def requantize_kernel(
         if C.is_dual:
             alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
             total = scaled(total, alpha, C)
-        _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+        store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
 
 
 def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed: int = 0) -> Tensor:
@@ -365,7 +366,7 @@ def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed:
                 messages,
                 num_values,
                 values.stride(0),
-                *_seed_halves(seed),
+                *seed_halves(seed),
                 C=constants_for(codec, values.device),
                 **LAUNCH_OPTIONS,
             )
@@ -404,7 +405,7 @@ def requantize_triton(
                 message,
                 num_values,
                 1.0 / messages.shape[0],
-                *_seed_halves(seed),
+                *seed_halves(seed),
                 NUM_SOURCES=messages.shape[0],
                 AVERAGE=average,
                 C=constants_for(codec, messages.device),
@@ -428,7 +429,8 @@ def _grid(num_values: int, codec: CodecConfig, num_rows: int) -> tuple[int, int]
     return triton.cdiv(num_blocks, KernelConstants.of(codec, False).tile), num_rows
 
 
-def _seed_halves(seed: int) -> tuple[int, int]:
+def seed_halves(seed: int) -> tuple[int, int]:
+    """A seed as kernels take it."""
     return seed & 0x7FFFFFFF, seed >> 31
 
 
