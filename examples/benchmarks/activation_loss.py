@@ -85,10 +85,12 @@ def main() -> None:
     )
     data.prepare_data()
     data.setup()
-    results = {name: train(name, data, arguments) for name in arguments.branches}
+    results: dict[str, dict[str, Any]] = {}
+    for name in arguments.branches:
+        results[name] = train(name, data, arguments)
+        if arguments.output:  # after each: they take minutes
+            arguments.output.write_text(json.dumps({"torch": torch.__version__, **results}))
     print_table(results)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"torch": torch.__version__, **results}))
 
 
 def train(name: str, data: TextDataModule, arguments: argparse.Namespace) -> dict[str, Any]:
