@@ -115,9 +115,14 @@ def checkpoint_frame() -> Any:
     return cells["target_frame_ref"].cell_contents() if "target_frame_ref" in cells else None
 
 
+def saved_tensor_hooks() -> tuple[Any, ...]:
+    """The innermost saved-tensor hooks of this thread: pack and unpack, or nothing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+
+
 def _top_saved_tensor_hook() -> Any:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and hasattr(hooks[0], "__qualname__") else None
+    hooks = saved_tensor_hooks()
+    return hooks[0] if hooks and hasattr(hooks[0], "__qualname__") else None
 
 
 def is_parameter_gradient_exchange() -> bool:

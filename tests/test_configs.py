@@ -11,15 +11,17 @@ import yaml
 from examples.language_module import LanguageModule
 from examples.text_data import TextDataModule
 from lightning_taco import TacoTPStrategy
+from lightning_taco.activations import ActivationConfig
 from lightning_taco.cli import build_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SUFFIX = "_uncompressed"
 COMPRESSED = [path for path in CONFIGS if not path.stem.endswith(SUFFIX)]
+STORED = ROOT / "configs" / "llama_8b_h200_agoq.yaml"  # differs from others in its sizes too, and has no twin
 
 by_name = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-by_pair = pytest.mark.parametrize("path", COMPRESSED, ids=lambda path: path.stem)
+by_pair = pytest.mark.parametrize("path", [path for path in COMPRESSED if path != STORED], ids=lambda path: path.stem)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,7 @@ def test_the_presets_of_the_readme_are_shipped() -> None:
         "gpt_13b_h200",
         "llama_tiny_cpu",
         "llama_8b_h200",
+        "llama_8b_h200_agoq",
     }
 
 
@@ -81,6 +84,15 @@ def test_compression_reaches_the_strategy(path: Path) -> None:
     assert num_values * 2 / tensor_parallel_size >= compression.min_bytes
     twin = parse(path.with_stem(path.stem + SUFFIX))
     assert twin.trainer.strategy.compression.config is None
+
+
+def test_activations_reach_the_strategy() -> None:
+    strategy = parse(STORED).trainer.strategy
+    assert strategy.activations.config == ActivationConfig()
+    assert strategy.compression.config is not None
+    assert parse(STORED.with_stem("llama_8b_h200")).trainer.strategy.activations.config is None
+    plain = parse(STORED, "--trainer.strategy.init_args.activations=agoq").trainer.strategy
+    assert plain.activations.config == ActivationConfig()
 
 
 @by_pair

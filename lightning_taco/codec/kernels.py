@@ -180,7 +180,7 @@ def _scales(parts, C: tl.constexpr):
 
 
 @triton.jit
-def _store_message(
+def store_message(
     parts,  # fp32 [tile, width] each, already in the domain that is quantised
     alpha,  # fp32 [tile, 1]; dual mode only
     power,  # fp32 [tile]: what the scale is multiplied by; fine mode only
@@ -192,6 +192,7 @@ def _store_message(
     seed_high,
     C: tl.constexpr,
 ):
+    """Quantise the tile, and write its codes and scales."""
     PARTS: tl.constexpr = C.parts
     scale, scale_inv, finite, usable = _scales(parts, C)
     valid = blocks < num_blocks
@@ -223,7 +224,7 @@ def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_lo
     rotated = hadamard(scaled(equalized, 1.0 / C.block_size, C), C)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     power = (exponent << 23).to(tl.float32, bitcast=True)
-    _store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
+    store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
     for sub_block in tl.static_range(SUB_BLOCKS):
         pointers = _factor_pointers(message, blocks, num_blocks, sub_block, C)
         factor = (factor_bits[sub_block] - _FINE_LOWEST).to(tl.uint8)
@@ -231,7 +232,7 @@ def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_lo
 
 
 @triton.jit
-def _load(message, blocks, num_blocks, C: tl.constexpr):
+def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
     """The tile's values, parts of fp32 [tile, width], as they may be added: rotated, or at their place in fine mode."""
     PARTS: tl.constexpr = C.parts
     valid = blocks < num_blocks
@@ -256,10 +257,10 @@ def _load(message, blocks, num_blocks, C: tl.constexpr):
 @triton.jit
 def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
     PARTS: tl.constexpr = C.parts
-    total = _load(messages, blocks, num_blocks, C)
+    total = load_blocks(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         messages += _message_bytes(num_blocks, C)
-        addend = _load(messages, blocks, num_blocks, C)
+        addend = load_blocks(messages, blocks, num_blocks, C)
         added = ()
         for part in tl.static_range(PARTS):
             added = added + (total[part] + addend[part],)
@@ -292,7 +293,7 @@ def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, se
             parts = scaled(parts, alpha, C)
         if C.is_rotated:
             parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-        _store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+        store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
 
 
 @triton.jit
@@ -345,7 +346,7 @@ def requantize_kernel(
         if C.is_dual:
             alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
             total = scaled(total, alpha, C)
-        _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+        store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
 
 
 def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
-from lightning_taco.codec.kernels import _load, _message_bytes, _num_blocks, _store_message
+from lightning_taco.codec.kernels import _message_bytes, _num_blocks, load_blocks, store_message
 from lightning_taco.codec.kernels_numbers import hadamard, scaled
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
@@ -47,15 +47,15 @@ def recode_sum_kernel(
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
     message = messages_ptr + row * _message_bytes(num_blocks, C)
-    total = _load(message, blocks, num_blocks, C)
+    total = load_blocks(message, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         message += tl.cast(source_bytes, tl.int64)
-        total = _added(total, _load(message, blocks, num_blocks, C), C)
+        total = _added(total, load_blocks(message, blocks, num_blocks, C), C)
     if SCALE:
         total = scaled(total, factor, C)
     out = out_ptr + row * _message_bytes(num_blocks, OUT)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-    _store_message(total, alpha, 1.0, out, blocks, row * num_blocks, num_blocks, seed_low, seed_high, OUT)
+    store_message(total, alpha, 1.0, out, blocks, row * num_blocks, num_blocks, seed_low, seed_high, OUT)
 
 
 @triton.jit(do_not_specialize=SEEDS)
@@ -72,11 +72,11 @@ def accumulate_kernel(message_ptr, values_ptr, num_values, seed_low, seed_high, 
         parts = parts + (values.to(tl.float32),)
     if C.is_rotated:
         parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-    total = _added(_load(message_ptr, blocks, num_blocks, C), parts, C)
+    total = _added(load_blocks(message_ptr, blocks, num_blocks, C), parts, C)
     # All threads have read the tile before any of them writes to it.
     tl.debug_barrier()
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-    _store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+    store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
 
 
 def recode_sum_triton(

@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_taco import _compat
+from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies import arguments, checkpoints, checks
+from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import (
     clip_gradients_by_norm,
@@ -49,6 +51,8 @@ class TacoTPStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: save a folder with a file per rank; ``False`` assembles one file on rank 0.
         process_group_backend: ``"nccl"``, ``"gloo"``; by default the one of the device.
         timeout: limit of a collective, seconds or a ``timedelta``.
+        activations: how what backward needs is stored: ``"agoq"`` (4 bits a value), an `ActivationConfig`, or ``None``
+            for stock autograd.
 
     Raises:
         ValueError: for an unknown codec or recipe, or sizes whose product is not the number of processes.
@@ -72,6 +76,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
+        activations: ActivationConfig | str | None = None,
     ) -> None:
         super().__init__(
             parallelize_fn=parallelize_fn,
@@ -84,6 +89,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.compression = Compression(
             arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
         )
+        self.activations = Activations(resolve_activations(activations))
         self._handles: list[RemovableHandle] = []
         self._open_scopes: list[AbstractContextManager[None]] = []
 
@@ -105,6 +111,7 @@ class TacoTPStrategy(ModelParallelStrategy):
             module = super().setup_module(module)
         self.compression.start(module, self.device_mesh, self.root_device)
         self._put_forward_in_scope(module)
+        self.activations.start(module)
         return module
 
     @override
@@ -137,6 +144,7 @@ class TacoTPStrategy(ModelParallelStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self.activations.report_first_step()
         with self.compression.backward_scope():
             super().backward(tensor, module, *args, **kwargs)
 
@@ -171,8 +179,9 @@ class TacoTPStrategy(ModelParallelStrategy):
         clip_gradients_by_value(parameters, clip_val)
 
     def print_end_table(self) -> None:
-        """Print, on rank 0, what was sent and what it cost. A Fabric script calls it when it is done."""
+        """Print, on rank 0, what was sent and stored, and what it cost. A Fabric script calls it when it is done."""
         self.compression.print_end_table()
+        self.activations.print_table()
 
     @override
     def teardown(self) -> None:
@@ -183,6 +192,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         while self._open_scopes:  # of forwards that a KeyboardInterrupt ended: torch runs no hook for it
             self._open_scopes.pop().__exit__(None, None, None)
         self.compression.stop()
+        self.activations.stop()
         # In place of super().teardown(), which asks for a CheckpointIO that ModelParallelStrategy refuses to have.
         self.precision.teardown()
         if self.accelerator is not None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_taco.activations import Ledger
 from lightning_taco.collectives.traffic import TrafficCount, TrafficCounters
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
@@ -62,6 +63,24 @@ def print_end_table(
     console.print(end_table(traffic, errors))
     for reason, count in sorted(traffic.stock_reasons().items(), key=lambda item: -item[1]):
         console.print(f"  not compressed, {count} messages: {reason}", markup=False, highlight=False)
+
+
+def stored_table(ledger: Ledger) -> Table:
+    """What one forward stored for its backward on one rank, by kind of operation and by layer."""
+    table = Table(title="lightning_taco: what one forward stored for its backward on one rank")
+    for name in ("of", "tensors", "would have been stored", "stored", "ratio"):
+        table.add_column(name, justify="left" if name == "of" else "right")
+    for rows in (ledger.by_kind(), ledger.by_layer(), {"all": ledger.total}):
+        for name, row in rows.items():
+            cells = format_bytes(row.stock_bytes), format_bytes(row.stored_bytes), f"{row.ratio:.2f}x"
+            table.add_row(name or "(outside any module)", str(row.num_tensors), *cells)
+        table.add_section()
+    return table
+
+
+def print_stored_table(ledger: Ledger, console: Console | None = None) -> None:
+    """Print `stored_table`."""
+    (console or Console()).print(stored_table(ledger))
 
 
 def worst_site_text(errors: Mapping[ErrorKey, SiteError]) -> str | None:

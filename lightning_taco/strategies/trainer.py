@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies import arguments, checkpoints, checks
+from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import (
     clip_gradients_by_norm,
@@ -52,6 +54,8 @@ class TacoTPStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: save a folder with a file per rank; ``False`` assembles one file on rank 0.
         process_group_backend: ``"nccl"``, ``"gloo"``; by default the one of the device.
         timeout: limit of a collective, seconds or a ``timedelta``.
+        activations: how what backward needs is stored: ``"agoq"`` (4 bits a value), an `ActivationConfig`, or ``None``
+            for stock autograd.
 
     Raises:
         ValueError: for an unknown codec or recipe, or sizes whose product is not the number of processes.
@@ -71,6 +75,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
+        activations: ActivationConfig | str | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -82,6 +87,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.compression = Compression(
             arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
         )
+        self.activations = Activations(resolve_activations(activations))
         self._must_check_batch = True
 
     @property
@@ -114,6 +120,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         super().setup(trainer)
         self.lightning_module.__dict__.pop("configure_model", None)  # type: ignore[union-attr]
         self.compression.start(self.model, self.device_mesh, self.root_device)
+        self.activations.start(self.model)
         self._replace_log()
         self._must_check_batch = True
 
@@ -127,7 +134,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         if self._must_check_batch:
             self._must_check_batch = False
             self.compression.check_first_batch(args, self.model)
-        with self.compression.forward_scope(is_training=True):
+        with self.compression.forward_scope(is_training=True), self.activations.scope():
             output = super().training_step(*args, **kwargs)
         self._show_progress()
         return output
@@ -149,6 +156,7 @@ class TacoTPStrategy(ModelParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self.activations.report_first_step()
         with self.compression.backward_scope():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -186,12 +194,14 @@ class TacoTPStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         was_on = self.compression.is_on
         self.compression.stop()
+        self.activations.stop()
         self._restore_clipping()
         if self.lightning_module is not None:
             for name in REPLACED_METHODS:
                 self.lightning_module.__dict__.pop(name, None)
         if was_on:
             self.compression.print_end_table()
+        self.activations.print_table()
         super().teardown()
 
     def _show_progress(self) -> None:

@@ -1,0 +1,345 @@
+"""Stored activations against stock autograd and full recomputation: bytes, time, peak memory and the longest sequence.
+
+On one GPU, for a layer of LLaMA-8B's shape at 8192 tokens, then for steps of a whole model::
+
+    python examples/benchmarks/activations.py --output activations.json
+    torchrun --nproc-per-node 2 examples/benchmarks/activations.py --parts longest          # tensor parallelism
+    python examples/benchmarks/activations.py --tiny                                        # on a CPU, a few seconds
+
+``layer``: stored bytes by the allocator and as predicted, and time of forward and backward, medians of rounds in which
+the ways take turns. ``kernels``: what the tensors of a SwiGLU go through, fused and not, beside a copy. ``step``: peak
+memory and time of a training step. ``longest``: the longest sequence whose step fits into the memory, to one part in
+sixteen.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
+
+from examples.llama import Llama, LlamaConfig, parallelize, rotary_table
+from examples.plans import materialize, next_token_loss
+from lightning_taco.activations import (
+    ActivationConfig,
+    BlockSizes,
+    StoredActivations,
+    StoredBytes,
+    measure_stored,
+    predict_block,
+    store_in_few_bits,
+)
+from lightning_taco.activations.functions import Product, can_read_messages, gradients_at, silu_times
+from lightning_taco.activations.storage import AutocastState, Quantized
+
+WAYS: dict[str, ActivationConfig | None] = {
+    "stock": None,
+    "fp4": ActivationConfig(),
+    "nf4": ActivationConfig(element="nf4"),
+    "int4 rotated": ActivationConfig(element="int4", rotation=True, levels="gaussian"),
+    "int8": ActivationConfig(element="int8"),
+    "recompute": None,
+}
+COAT_SHARE = 16.5 / 28  # of stock bytes: FP8 storage, by the figures of AGoQ's paper
+TINY = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 128}
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(MEASURES), choices=list(MEASURES))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--tokens", type=int, default=8192, help="sequence length of layer and step")
+    parser.add_argument("--num-layers", type=int, default=32, help="of the model in step and longest")
+    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--most-tokens", type=int, default=1 << 20, help="where the search for the longest ends")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else 0)
+    if not torch.cuda.is_available():
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    sizes = LlamaConfig.preset("8B", vocab_size=arguments.vocab_size, num_layers=arguments.num_layers)
+    if arguments.tiny:
+        sizes = replace(sizes, **TINY, num_layers=2)
+        arguments.tokens, arguments.most_tokens, arguments.rounds = 64, 128, 3
+    results = {part: MEASURES[part](sizes, arguments, device) for part in arguments.parts}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print_tables(results)
+        if arguments.output:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+            arguments.output.write_text(json.dumps({"torch": torch.__version__, "device": name, **results}, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def settings_of(way: str, arguments: argparse.Namespace) -> ActivationConfig | None:
+    """At tiny sizes every tensor counts."""
+    settings = WAYS[way]
+    return replace(settings, min_numel=0) if settings is not None and arguments.tiny else settings
+
+
+# One layer.
+
+
+def layer_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.device) -> Rows:
+    """Each way with one layer: bytes by the allocator (on a CPU: of saved tensors), predicted bytes, and times."""
+    tokens = arguments.tokens
+    torch.manual_seed(0)
+    x = torch.randn(1, tokens, sizes.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+    rotary = rotary_table(tokens, sizes.head_size, sizes.rope_theta, device)
+    rows: Rows = []
+    calls: dict[str, Callable[[], object]] = {}
+    for way in arguments.ways:
+        config = replace(sizes, num_layers=1, activation_checkpointing=way == "recompute")
+        with torch.device(device):
+            block = Llama(replace(config, vocab_size=8), seed=1).bfloat16().blocks[0]
+        settings = settings_of(way, arguments)
+        handle = None if settings is None else store_in_few_bits(block, settings)
+        stored = stored_bytes(block, handle, lambda block=block: block(x, rotary))
+        predicted = predict_block(block_sizes(sizes, tokens), settings or ActivationConfig())
+        total = sum(predicted.values(), StoredBytes())
+        expected = {"recompute": x.nbytes, "stock": total.stock_bytes}.get(way, total.stored_bytes)
+        rows.append({"way": way, "stored_bytes": stored, "predicted_bytes": expected})
+
+        def step(block: Any = block) -> None:
+            block(x, rotary).backward(gradient)
+
+        calls[way] = step
+    times = interleaved_medians(calls, arguments.rounds, device)
+    stock = next((row["stored_bytes"] for row in rows if row["way"] == "stock"), None)
+    for row in rows:
+        row["stored_against_stock"] = row["stored_bytes"] / stock - 1 if stock else None
+        row["ms"] = times[row["way"]]
+        row["time_against_stock"] = times[row["way"]] / times["stock"] - 1 if "stock" in times else None
+    return rows
+
+
+def block_sizes(sizes: LlamaConfig, tokens: int) -> BlockSizes:
+    return BlockSizes(
+        num_tokens=tokens,
+        hidden_size=sizes.hidden_size,
+        ffn_size=sizes.ffn_size,
+        kv_size=sizes.num_kv_heads * sizes.head_size,
+    )
+
+
+def stored_bytes(model: torch.nn.Module, handle: StoredActivations | None, forward: Callable[[], Tensor]) -> int:
+    """What one forward leaves for its backward, its result not counted."""
+    if next(model.parameters()).device.type != "cuda":
+        counted = store_in_few_bits(model, "agoq") if handle is None else handle
+        total = measure_stored(counted, forward).ledger.total
+        if handle is None:
+            counted.remove()
+        return total.stock_bytes if handle is None else total.stored_bytes
+    forward()  # communicators and kernels
+    before = torch.cuda.memory_allocated()
+    output = forward()
+    return torch.cuda.memory_allocated() - before - output.nbytes
+
+
+def interleaved_medians(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each call, median over rounds in which the calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):
+        for name, call in calls.items():
+            milliseconds = timed(call, device)
+            if number >= 2:
+                times[name].append(milliseconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1000
+
+
+# The kernels of a SwiGLU.
+
+
+def kernel_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.device) -> Rows:
+    """Each format: encode, decode, and product and gradients from the messages, against decoded tensors."""
+    shape = (arguments.tokens, sizes.ffn_size)
+    gate, up, gradient, target = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    rows: Rows = []
+    for way in arguments.ways:
+        settings = WAYS[way]
+        if settings is None:
+            continue
+        sources = [Quantized(values, settings.codec) for values in (gate, up)]
+        calls: dict[str, Callable[[], object]] = {
+            "copy": lambda: target.copy_(gate),
+            "encode": lambda s=settings: Quantized(gate, s.codec),
+            "decode": lambda s=sources: s[0].value(),
+            "product": lambda s=sources: Product(silu_times, s, device).value(),
+            "product, decoded": lambda s=sources: silu_times(s[0].value(), s[1].value()),
+            "gradients": lambda s=sources: gradients(s, gradient),
+            "gradients, decoded": lambda s=sources: decoded_gradients(s, gradient),
+        }
+        times = interleaved_medians(calls, arguments.rounds, device)
+        rows += [{"way": way, "kernel": name, "us": 1000 * milliseconds} for name, milliseconds in times.items()]
+    return rows
+
+
+def gradients(sources: list[Quantized], gradient: Tensor) -> object:
+    """As `SiluTimesOfMessages` computes them; on a CPU as `SiluTimes` does."""
+    if not can_read_messages(gradient):
+        return decoded_gradients(sources, gradient)
+    from lightning_taco.activations import kernels
+
+    gate, up = sources
+    return kernels.silu_times_backward_triton(gate.message, up.message, gate.codec, gradient)
+
+
+def decoded_gradients(sources: list[Quantized], gradient: Tensor) -> object:
+    values = tuple(source.value() for source in sources)
+    return gradients_at(silu_times, values, (True, True), gradient, AutocastState.of(gradient.device))
+
+
+# Whole models.
+
+
+class Training:
+    """A LLaMA with an optimizer whose state is in bf16, one way of storing, split over the ranks there are."""
+
+    def __init__(self, way: str, sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.device) -> None:
+        config = replace(sizes, sequence_length=arguments.most_tokens, activation_checkpointing=way == "recompute")
+        with torch.device("meta"):
+            self.model = Llama(config).bfloat16()
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if self.ranks > 1:
+            mesh = init_device_mesh(device.type, (self.ranks,), mesh_dim_names=("tensor_parallel",))
+            parallelize(self.model, mesh, sequence_parallel=True, loss_parallel=True)
+        materialize(self.model, device, 0)
+        settings = settings_of(way, arguments)
+        self.handle = None if settings is None else store_in_few_bits(self.model, settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False)
+        self.device, self.vocab_size = device, config.vocab_size
+
+    def step(self, num_tokens: int) -> None:
+        """One step on random tokens."""
+        torch.manual_seed(0)
+        tokens = torch.randint(self.vocab_size, (1, num_tokens + 1), device=self.device)
+        with loss_parallel():
+            logits = self.model(tokens[:, :-1])
+            logits = logits if isinstance(logits, DTensor) else logits.float()
+            next_token_loss(logits, tokens[:, 1:]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens fits on every rank."""
+        succeeded = True
+        try:
+            self.step(num_tokens)
+        except torch.OutOfMemoryError:
+            succeeded = False
+        self.optimizer.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return succeeded
+
+
+def step_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.device) -> Rows:
+    """Peak memory and time of a step of the whole model, each way."""
+    rows: Rows = []
+    for way in arguments.ways:
+        training = Training(way, sizes, arguments, device)
+        training.step(arguments.tokens)  # the optimizer's state, and kernels
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = [timed(lambda: training.step(arguments.tokens), device) for _ in range(3)]  # noqa: B023
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        rows.append({"way": way, "peak_bytes": peak, "ms": statistics.median(times)})
+        release(training, device)
+    stock = next((row for row in rows if row["way"] == "stock"), None)
+    for row in rows:
+        row["peak_against_stock"] = row["peak_bytes"] / stock["peak_bytes"] - 1 if stock and row["peak_bytes"] else None
+        row["time_against_stock"] = row["ms"] / stock["ms"] - 1 if stock else None
+    return rows
+
+
+def longest_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.device) -> Rows:
+    """The longest sequence whose step fits, each way."""
+    rows: Rows = []
+    for way in arguments.ways:
+        training = Training(way, sizes, arguments, device)
+        least = 64 if arguments.tiny else 2048
+        rows.append({"way": way, "tokens": longest(training.fits, arguments.most_tokens, least)})
+        release(training, device)
+    stock = next((row["tokens"] for row in rows if row["way"] == "stock"), None)
+    for row in rows:
+        row["against_stock"] = row["tokens"] / stock if stock else None
+    return rows
+
+
+def longest(fits: Callable[[int], bool], most: int, least: int) -> int:
+    """Doubles while it fits, then halves the gap until it is a sixteenth; multiples of `least`, 0 if none fits."""
+    good, bad = 0, None
+    size = least
+    while bad is None and size <= most:
+        good, bad = (size, None) if fits(size) else (good, size)
+        size *= 2
+    while bad is not None and bad - good > max(least, good // 16):
+        middle = (good + bad) // 2 // least * least
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def release(training: Training, device: torch.device) -> None:
+    if training.handle is not None:
+        training.handle.remove()
+    training.__dict__.clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def print_tables(results: dict[str, Rows]) -> None:
+    for part, rows in results.items():
+        print(f"\n{part}")
+        if rows:
+            print("  ".join(f"{column:>20}" for column in rows[0]))
+        for row in rows:
+            cells = (f"{cell:>20.4g}" if isinstance(cell, float) else f"{cell!s:>20}" for cell in row.values())
+            print("  ".join(cells))
+    if "step" in results:
+        print(f"\nFP8 storage as COAT has it: activations {COAT_SHARE:.0%} of stock's, by AGoQ's figures")
+
+
+MEASURES: dict[str, Callable[[LlamaConfig, argparse.Namespace, torch.device], Rows]] = {
+    "layer": layer_rows,
+    "kernels": kernel_rows,
+    "step": step_rows,
+    "longest": longest_rows,
+}
+
+if __name__ == "__main__":
+    main()

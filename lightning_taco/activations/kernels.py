@@ -1,0 +1,173 @@
+"""SwiGLU on stored messages as fused Triton kernels: what is decoded never reaches memory.
+
+The only file of stored activations that imports triton. `activations.functions` has the oracle: decode, then torch's
+own operations. These differ from it by rounding, since they stay in fp32 between the steps.
+
+A program owns a tile of blocks, as in `codec.kernels`; where it holds two tensors a smaller one, since a thread that
+had a whole block of each would not have the registers for them.
+
+Example: 300 values, block 128, tile 16: one program; blocks [0..127], [128..255], [256..299 and zeros].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_taco.codec.constants import KernelConstants
+from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
+from lightning_taco.codec.kernels import load_blocks, store_message
+from lightning_taco.codec.kernels_numbers import hadamard, scaled
+from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.config import CodecConfig
+
+TILE = 16
+
+
+@triton.jit
+def _values(message, blocks, num_blocks, C: tl.constexpr):
+    """The tile's values, parts of fp32 [tile, width], each at its place."""
+    parts = load_blocks(message, blocks, num_blocks, C)
+    if C.is_rotated:
+        parts = hadamard(parts, C)
+    return parts
+
+
+@triton.jit
+def silu_times_kernel(gate_ptr, up_ptr, product_ptr, num_values, num_blocks, C: tl.constexpr):
+    """Messages of gate and up -> silu(gate) * up, [num_values]."""
+    PARTS: tl.constexpr = C.parts
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    gate = _values(gate_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
+    up = _values(up_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
+    kind = product_ptr.dtype.element_ty
+    for part in tl.static_range(PARTS):
+        offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
+        # Rounded as a decoded tensor would be, so that all that is made of one message is made of the same values.
+        gate_values, up_values = gate[part].to(kind).to(tl.float32), up[part].to(kind).to(tl.float32)
+        product = gate_values / (1.0 + tl.exp(-gate_values)) * up_values
+        tl.store(product_ptr + offsets, product.to(kind), mask=offsets < num_values)
+
+
+@triton.jit
+def silu_times_backward_kernel(
+    gate_ptr, up_ptr, gradient_ptr, gate_gradient_ptr, up_gradient_ptr, num_values, num_blocks, C: tl.constexpr
+):
+    """Messages of gate and up, and the gradient of their product -> the gradients of gate and up, [num_values] each."""
+    PARTS: tl.constexpr = C.parts
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    gate = _values(gate_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
+    up = _values(up_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
+    kind = gradient_ptr.dtype.element_ty
+    for part in tl.static_range(PARTS):
+        offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
+        mask = offsets < num_values
+        gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        gate_values, up_values = gate[part].to(kind).to(tl.float32), up[part].to(kind).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate_values))
+        slope = sigmoid * (1.0 + gate_values * (1.0 - sigmoid))
+        tl.store(gate_gradient_ptr + offsets, (gradient * up_values * slope).to(kind), mask=mask)
+        tl.store(up_gradient_ptr + offsets, (gradient * gate_values * sigmoid).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=SEEDS)
+def multiply_and_encode_kernel(
+    activated_ptr, up_ptr, product_ptr, message_ptr, num_values, num_blocks, seed_low, seed_high, C: tl.constexpr
+):
+    """activated * up, [num_values], and the message of up, which is read for both at once."""
+    PARTS: tl.constexpr = C.parts
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    kind = product_ptr.dtype.element_ty
+    parts = ()
+    for part in tl.static_range(PARTS):
+        offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
+        mask = offsets < num_values
+        up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        activated = tl.load(activated_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(product_ptr + offsets, (activated * up).to(kind), mask=mask)
+        parts = parts + (up,)
+    if C.is_rotated:
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    num_blocks = tl.cast(num_blocks, tl.int64)
+    store_message(parts, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+
+
+def multiply_and_encode_triton(
+    activated: Tensor, up: Tensor, codec: CodecConfig, message: Tensor, *, seed: int = 0
+) -> Tensor:
+    """``activated * up``, as torch rounds it, and the message of `up`, as `encode` writes it.
+
+    Args:
+        activated: floating point, contiguous.
+        up: the same, of the same shape and dtype.
+        codec: of the message; merged scales.
+        message: ``uint8 [1, message_bytes]``, to write to.
+        seed: of stochastic rounding.
+
+    Cost: reads both tensors once, writes the product and the message once; one launch.
+    """
+    product = torch.empty_like(up)
+    num_values, num_blocks = _sizes(up.numel(), codec)
+    if num_values:
+        constants = constants_of(codec, up.device)
+        arguments = (activated, up, product, message, num_values, num_blocks, *seed_halves(seed))
+        launch(multiply_and_encode_kernel, grid_of(num_values, constants, 1), arguments, (constants,))
+    return product
+
+
+def silu_times_triton(gate: Tensor, up: Tensor, codec: CodecConfig, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """``silu(gate) * up`` from the messages of both.
+
+    Args:
+        gate: ``uint8 [1, message_bytes]``.
+        up: the same.
+        codec: of both; merged scales.
+        shape: of the values.
+        dtype: of the values.
+
+    Cost: reads both messages once, writes the product once; one launch.
+    """
+    product = gate.new_empty(shape, dtype=dtype)
+    if product.numel():
+        constants, sizes = _small(constants_of(codec, gate.device)), _sizes(product.numel(), codec)
+        launch(silu_times_kernel, grid_of(sizes[0], constants, 1), (gate, up, product, *sizes), (constants,))
+    return product
+
+
+def silu_times_backward_triton(gate: Tensor, up: Tensor, codec: CodecConfig, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from their messages and the gradient of ``silu(gate) * up``.
+
+    Args:
+        gate: ``uint8 [1, message_bytes]``.
+        up: the same.
+        codec: of both; merged scales.
+        gradient: floating point, any shape of as many values.
+
+    Returns:
+        Two tensors like `gradient`, contiguous.
+
+    Cost: reads both messages and the gradient once, writes both gradients once; one launch.
+    """
+    gradient = gradient.contiguous()
+    of_gate, of_up = torch.empty_like(gradient), torch.empty_like(gradient)
+    if gradient.numel():
+        constants, sizes = _small(constants_of(codec, gate.device)), _sizes(gradient.numel(), codec)
+        arguments = (gate, up, gradient, of_gate, of_up, *sizes)
+        launch(silu_times_backward_kernel, grid_of(sizes[0], constants, 1), arguments, (constants,))
+    return of_gate, of_up
+
+
+@cache
+def _small(constants: KernelConstants) -> KernelConstants:
+    """The same with a smaller tile; one object for each, as kernels are looked up by it."""
+    return replace(constants, tile=TILE)
+
+
+def _sizes(num_values: int, codec: CodecConfig) -> tuple[int, int]:
+    return num_values, MessageLayout.of(num_values, codec).num_blocks
