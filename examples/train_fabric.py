@@ -35,7 +35,9 @@ def parallelize_fn(model: GPT, mesh: DeviceMesh) -> GPT:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--compression", default="default", help="a recipe: default, taco, int8 or none")
+    parser.add_argument(
+        "--compression", default="default", help="a recipe: default, taco, int8, balanced, smallest or none"
+    )
     parser.add_argument("--min_bytes", type=int, default=16384, help="smaller tensors are sent as they are")
     parser.add_argument("--tensor_parallel_size", type=int, default=2)
     parser.add_argument("--data_parallel_size", type=int, default=1)

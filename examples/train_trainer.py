@@ -27,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["gpt", "llama"], default="gpt")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--compression", default="default", help="a recipe: default, taco, int8 or none")
+    parser.add_argument(
+        "--compression", default="default", help="a recipe: default, taco, int8, balanced, smallest or none"
+    )
     parser.add_argument("--min_bytes", type=int, default=16384, help="smaller tensors are sent as they are")
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--tensor_parallel_size", type=int, default=2)

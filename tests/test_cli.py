@@ -203,7 +203,7 @@ def test_bare_class_path_is_refused_below_a_subcommand(capsys: pytest.CaptureFix
     [
         (
             "compression=in8",
-            "compression='in8' is not a recipe; use one of 'default', 'taco', 'int8', 'balanced', 'none'",
+            "compression='in8' is not a recipe; use one of 'default', 'taco', 'int8', 'balanced', 'smallest', 'none'",
         ),
         ("compression={forward: {block_size: 100}}", r"block_size=100 .*32, 64, 128, 256, 512"),
         ("compression={forward: {element: fp8}}", r"(?s)element.*e4m3"),

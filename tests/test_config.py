@@ -69,7 +69,7 @@ def test_impossible_codec_is_refused(fields: dict[str, Any], text: str) -> None:
         ({"exclude": "head"}, "exclude='head' is one string; use a list of patterns, ['head']."),
         (
             {"recipes": {"head": "fp8"}},
-            "recipes['head']='fp8' is unknown; use one of 'default', 'taco', 'int8', 'balanced', 'none'.",
+            "recipes['head']='fp8' is unknown; use one of 'default', 'taco', 'int8', 'balanced', 'smallest', 'none'.",
         ),
     ],
 )
@@ -173,6 +173,16 @@ def test_recipes() -> None:
     assert RECIPES["none"] is None
 
 
+@pytest.mark.parametrize(("name", "mean_bits"), [("balanced", 5.25), ("smallest", 4.25)])
+def test_recipes_of_few_bits_have_no_bias_backward(name: str, mean_bits: float) -> None:
+    recipe = RECIPES[name]
+    assert recipe is not None
+    assert recipe.forward is not None
+    assert recipe.backward is not None
+    assert (recipe.forward.bits_per_value + recipe.backward.bits_per_value) / 2 == mean_bits
+    assert recipe.backward.rounding == "stochastic"
+
+
 @pytest.mark.parametrize(
     ("pattern", "site", "expected"),
     [
@@ -264,8 +274,8 @@ def test_resolving_what_a_user_passes() -> None:
         (
             "tacos",
             ValueError,
-            "compression='tacos' is not a recipe; use one of 'default', 'taco', 'int8', 'balanced', 'none', None, or a "
-            "CompressionConfig.",
+            "compression='tacos' is not a recipe; use one of 'default', 'taco', 'int8', 'balanced', 'smallest', "
+            "'none', None, or a CompressionConfig.",
         ),
         (
             {"min_byte": 3},
