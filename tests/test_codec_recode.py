@@ -128,9 +128,7 @@ def test_recode_kernel_gives_the_bits_of_the_reference(
         messages = encode(values, codec, seed=3).view(num_sources, num_rows, -1)
         expected = recode_sum_reference(messages, codec, out_codec, num_values, factor=factor, seed=1 << 40)
         poisoned = torch.full_like(expected, 255)
-        kernels.recode_sum_triton(
-            messages, codec, out_codec, num_values, factor=factor, seed=1 << 40, out=poisoned
-        )
+        kernels.recode_sum_triton(messages, codec, out_codec, num_values, factor=factor, seed=1 << 40, out=poisoned)
         assert same_bits(content(poisoned, out_codec, num_values), content(expected, out_codec, num_values))
 
 

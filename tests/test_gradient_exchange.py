@@ -155,9 +155,7 @@ def four_ranks(rank: int) -> dict[str, Any]:
     }
     exact = exchange_of(2, NEAREST8, NEAREST8)
     rows, _ = shared_rows(700)
-    found["slices do not change what is summed"] = torch.equal(
-        reduced(exact, rows), reduced(exact, rows, num_slices=4)
-    )
+    found["slices do not change what is summed"] = torch.equal(reduced(exact, rows), reduced(exact, rows, num_slices=4))
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found["environment"] = nodes_of(make_node_groups(dist.group.WORLD))  # type: ignore[arg-type]
     # Data-parallel groups beside tensor parallelism: ranks 0 and 2, and ranks 1 and 3.

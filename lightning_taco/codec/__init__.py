@@ -144,8 +144,8 @@ def decode_sum(
 
     if out is None:
         out = messages.new_empty(num_values, dtype=dtype)
-    sources = {"num_sources": messages.shape[0], "average": average, "factor": factor}
-    kernels.decode_triton(messages, codec, out.view(1, num_values), **sources)
+    num_sources, row = messages.shape[0], out.view(1, num_values)
+    kernels.decode_triton(messages, codec, row, num_sources=num_sources, average=average, factor=factor)
     return out
 
 

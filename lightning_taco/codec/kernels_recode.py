@@ -1,4 +1,4 @@
-"""`codec.recode` as Triton kernels: messages of one codec to the message of their sum in another; values into a message.
+"""`codec.recode` as Triton kernels: messages to the message of their sum in another codec; values into a message.
 
 A program owns a tile of blocks of one message, held in parts, as in `codec.kernels`. Example of `recode_sum`: 2 sources
 of 3 messages of 300 values, block 128: grid (1, 3); program (0, 1) reads blocks 0..2 of the second message of either

@@ -23,7 +23,7 @@ def recode_sum_reference(
     factor: float | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """``uint8 [S, R, message_bytes]`` -> the messages of the R sums over S, ``uint8 [R, message_bytes of out_codec]``."""
+    """``uint8 [S, R, message_bytes]`` -> messages of the R sums over S, ``uint8 [R, message_bytes of out_codec]``."""
     total = _decode_to_sum_domain(messages[0], codec, num_values)
     for source in messages[1:]:
         total = total + _decode_to_sum_domain(source, codec, num_values)

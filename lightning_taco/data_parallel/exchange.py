@@ -9,8 +9,8 @@ The algorithm, for P = M nodes x L ranks, rank = node * L + place, values cut in
 4. All-to-all between the nodes, among the ranks at one place.
 5. Each rank adds the M messages in fp32 and in order, multiplies by the factor (1 / P for a mean), and rotates back.
 
-Steps 2 and 4 of different slices, which use different links, are under way at the same time. The factor is applied once,
-in fp32, at the very end. With one node or one rank a node, or one codec only, steps 3 and 4 fall away.
+Steps 2 and 4 of different slices, which use different links, are under way at the same time. The factor is applied
+once, in fp32, at the very end. With one node or one rank a node, or one codec only, steps 3 and 4 fall away.
 
 Source: SDP4Bit, arXiv 2410.15526, section 4.2. There the division comes first, and the rotation is of order 32.
 """
@@ -166,7 +166,7 @@ class GradientExchange:
         decode(sums.view(self.groups.world_size, -1), self.first_codec, num_values, rows.dtype, out=rows)
 
     def _sums_to_add(self, rows: Tensor, seed: int) -> Iterator[Tensor | None]:
-        """Yields ``None`` whenever an exchange is under way, at last the messages ``[S, bytes]`` whose sum is wanted."""
+        """Yields ``None`` while an exchange is under way, at last the messages ``[S, bytes]`` whose sum is wanted."""
         groups, num_values = self.groups, rows.shape[1]
         own_seed = derived_seed(seed, INSIDE, groups.whole.rank())
         messages = encode(rows, self.first_codec, seed=own_seed)

@@ -24,7 +24,9 @@ SHARDS, REPLICAS = range(2)  # part of a seed
 class CompressedReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter of a unit's gradients, compressed.
 
-    FSDP2 says with `op` what is to be divided here, and divides the rest itself, so the mean is taken once.
+    FSDP2 says with `op` what is to be divided here, and divides the rest itself, so the mean is taken once. For fp16 it
+    would add first and divide afterwards, which overflows from gradients of 65504 divided by the root of the ranks on:
+    there it is told not to divide, and the whole division is done here, in fp32.
 
     Args:
         unit: whose gradients.
@@ -39,6 +41,12 @@ class CompressedReduceScatter(ReduceScatter):
         self.num_calls = 0
         self._columns, self._exchange, self._min_bytes = unit.reduced, exchange, config.min_bytes
         self._seed = site_seed(config.seed, unit.name)
+        self._own_factor = 1.0
+        (self._group,) = _compat.fsdp_param_groups(unit.module)
+        self._divides = unit.reduces_in_half
+        if self._divides:
+            self._own_factor = 1.0 / (self._group.gradient_divide_factor or unit.group.size() * unit.num_replicas)
+            unit.fsdp.set_gradient_divide_factor(1.0)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2 to copy gradients into."""
@@ -52,7 +60,16 @@ class CompressedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor` ``[P N]`` into `output_tensor` ``[N]``, in stream order."""
+        """Reduce `input_tensor` ``[P N]`` into `output_tensor` ``[N]``, in stream order.
+
+        Raises:
+            RuntimeError: for fp16, when the divide factor was set after compression was.
+        """
+        if self._divides and self._group.gradient_divide_factor != 1.0:
+            raise RuntimeError(
+                f"set_gradient_divide_factor({self._group.gradient_divide_factor}) was called after fp16 gradients "
+                "were set to be compressed, so they would be divided twice; call it before."
+            )
         self.num_calls += 1
         columns, reason = self._columns, None
         factor = _compat.reduction_factor(op, group.size())
@@ -65,7 +82,7 @@ class CompressedReduceScatter(ReduceScatter):
         if reason is not None:
             return self._stock(output_tensor, input_tensor, group, op, reason, async_op)
         assert factor is not None
-        whole_factor: float = factor
+        whole_factor = factor * self._own_factor
 
         def reduce_part(part: int, rows: Tensor, out: Tensor) -> None:
             if rows.numel() * rows.element_size() < self._min_bytes:
@@ -83,6 +100,8 @@ class CompressedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         sent_bytes = (group.size() - 1) * out.numel() * out.element_size()
         self._exchange.traffic.record_stock(INSIDE_NODE, "reduce_scatter", sent_bytes, reason)
+        if self._divides:
+            values.mul_(self._own_factor)  # FSDP2's buffer, which it divides in place, too
         return _compat.reduce_scatter_single(out, values, group=group, op=op, async_op=async_op)
 
 

@@ -72,7 +72,8 @@ class FsdpUnit:
         group: the ranks over which its parameters are sharded.
         gathered: the columns of an all-gather: all parameters.
         reduced: the columns of a reduce-scatter: parameters that get a gradient.
-        is_native_hsdp: whether FSDP2 itself all-reduces over replicas.
+        num_replicas: over which FSDP2 itself all-reduces, in native HSDP; 1 without.
+        reduces_in_half: whether gradients are reduced in fp16, whose sums may overflow.
     """
 
     name: str
@@ -80,7 +81,8 @@ class FsdpUnit:
     group: dist.ProcessGroup
     gathered: Columns
     reduced: Columns
-    is_native_hsdp: bool
+    num_replicas: int
+    reduces_in_half: bool
 
     @property
     def fsdp(self) -> FSDPModule:
@@ -96,14 +98,12 @@ def fsdp_units(module: nn.Module) -> list[FsdpUnit]:
         ValueError: for a module whose parameters have meshes of their own, for which FSDP2 takes no custom exchange.
     """
     units = []
-    for name, child in module.named_modules():
-        if not isinstance(child, FSDPModule):
-            continue
+    for name, child in _sharded_modules(module):
         groups = _compat.fsdp_param_groups(child)
         if len(groups) > 1:
             raise ValueError(
-                f"FSDP2 shards the parameters of {name or type(child).__name__} over several meshes, and takes no custom "
-                "exchange for such a module; give all parameters of a fully_shard call one mesh."
+                f"FSDP2 shards the parameters of {name or type(child).__name__} over several meshes, and takes no "
+                "custom exchange for such a module; give all parameters of a fully_shard call one mesh."
             )
         units += [_unit(name, child, group) for group in groups]
     return units
@@ -111,9 +111,13 @@ def fsdp_units(module: nn.Module) -> list[FsdpUnit]:
 
 def fsdp_parameters(module: nn.Module) -> set[int]:
     """``id`` of every parameter that FSDP2 shards."""
-    groups = [group for child in module.modules() if isinstance(child, FSDPModule) for group in
-              _compat.fsdp_param_groups(child)]
+    groups = [group for _, child in _sharded_modules(module) for group in _compat.fsdp_param_groups(child)]
     return {id(param.sharded_param) for group in groups for param in group.fsdp_params}
+
+
+def _sharded_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    named: list[tuple[str, nn.Module]] = list(module.named_modules())
+    return [(name, child) for name, child in named if isinstance(child, FSDPModule)]
 
 
 def _unit(name: str, module: nn.Module, group: Any) -> FsdpUnit:
@@ -128,12 +132,25 @@ def _unit(name: str, module: nn.Module, group: Any) -> FsdpUnit:
         widths=tuple(width for width, wanted in zip(columns.widths, gets_gradient, strict=True) if wanted),
         are_whole=tuple(whole for whole, wanted in zip(columns.are_whole, gets_gradient, strict=True) if wanted),
     )
-    is_native_hsdp = hasattr(mesh_info, "replicate_process_group")
-    return FsdpUnit(name, module, mesh_info.shard_process_group, columns, reduced, is_native_hsdp)
+    replicas = getattr(mesh_info, "replicate_process_group", None)
+    return FsdpUnit(
+        name,
+        module,
+        mesh_info.shard_process_group,
+        columns,
+        reduced,
+        num_replicas=1 if replicas is None else replicas.size(),
+        reduces_in_half=_reduce_dtype(group) == torch.float16,
+    )
+
+
+def _reduce_dtype(group: Any) -> torch.dtype | None:
+    policy, params = group.mp_policy, group.fsdp_params
+    return policy.reduce_dtype or policy.param_dtype or (params[0].sharded_param.dtype if params else None)
 
 
 def _is_whole(parameter: Tensor, num_fsdp_axes: int) -> bool:
-    """Whether `parameter` is the same on all ranks of the axes that were there before FSDP2's, which come after them."""
+    """Whether `parameter` is the same on all ranks of the axes that come after FSDP2's."""
     if not isinstance(parameter, DTensor):
         return True
     mesh = parameter.device_mesh

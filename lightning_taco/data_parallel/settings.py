@@ -1,4 +1,4 @@
-"""What is compressed between data-parallel ranks, and how: one frozen dataclass that YAML, jsonargparse and Python share."""
+"""What is compressed between data-parallel ranks, and how: one dataclass that YAML, jsonargparse and Python share."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def weight_differences() -> CodecConfig:
 class DataParallelConfig:
     """How gradients and weights travel between data-parallel ranks, and how gradients wait to be used.
 
-    The paper rotates gradients in blocks of 32 and gives 128 values a scale. Here the 128 are rotated together: measured
-    with stochastic rounding to 4 bits, the error is the same on Gaussian values (16.6%) and smaller on all others
-    (Student-t3 14.3% for 15.0%, groups of unlike size 15.0% for 20.2%, one outlier in 128 8.6% for 13.4%).
+    The paper rotates gradients in blocks of 32 and gives 128 values a scale. Here the 128 are rotated together:
+    measured with stochastic rounding to 4 bits, the error is the same on Gaussian values (16.6%) and smaller on all
+    others (Student-t3 14.3% for 15.0%, groups of unlike size 15.0% for 20.2%, one outlier in 128 8.6% for 13.4%).
 
     Args:
         gradients_inside_node: codec of gradients between ranks of one node; ``None``: all levels use the other one.
         gradients_between_nodes: codec of the sums of nodes, of the same block size and rotation; ``None``: all levels
             use the other one. Both ``None``: gradients travel as they are.
-        weights: codec of the differences of FSDP2's weights from the copy that every rank keeps; ``None``: weights travel
-            as they are. Costs the memory of all weights of the model, in the dtype they are gathered in, on each rank.
+        weights: codec of the differences of FSDP2's weights from the copy that every rank keeps; ``None``: weights
+            travel as they are. Costs the memory of all weights, in the dtype they are gathered in, on each rank.
         accumulation: codec in which gradients are kept between micro-batches and until the optimizer takes them
             (QuanGrad); ``None``: as they are.
-        node_size: consecutive data-parallel ranks on one node; ``None``: what the environment says (``LOCAL_WORLD_SIZE``
-            under torchrun, or the strategy's devices).
+        node_size: consecutive data-parallel ranks on one node; ``None``: what the environment says
+            (``LOCAL_WORLD_SIZE`` under torchrun, or the strategy's devices).
         min_bytes: a gradient or weight message of fewer bytes than this, before compression, is sent as it is.
         seed: of stochastic rounding; the same seed gives the same bits.
 
@@ -65,7 +65,9 @@ class DataParallelConfig:
         if self.gradients_inside_node is not None and self.gradients_between_nodes is not None:
             require_shared_domain(self.gradients_inside_node, self.gradients_between_nodes)
         if self.node_size is not None and (not _is_integer(self.node_size) or self.node_size < 1):
-            raise ValueError(f"node_size={self.node_size!r} is not a number of ranks; give an integer from 1 up, or None.")
+            raise ValueError(
+                f"node_size={self.node_size!r} is not a number of ranks; give an integer from 1 up, or None."
+            )
         if not _is_integer(self.min_bytes) or self.min_bytes < 0:
             raise ValueError(f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up.")
         if not _is_integer(self.seed) or not 0 <= self.seed < 1 << 62:
@@ -131,13 +133,16 @@ def resolve_data_parallel(
     if isinstance(value, str):
         if value not in RECIPES:
             known = ", ".join(map(repr, DATA_PARALLEL_RECIPES))
-            raise ValueError(f"data_parallel={value!r} is not a recipe; use one of {known}, None, or a DataParallelConfig.")
+            raise ValueError(
+                f"data_parallel={value!r} is not a recipe; use one of {known}, None, or a DataParallelConfig."
+            )
         value = RECIPES[value]
     if isinstance(value, Mapping):
         value = _from_fields(value)
     if value is not None and not isinstance(value, DataParallelConfig):
         raise TypeError(
-            f"data_parallel={value!r} has type {type(value).__name__}; use a recipe name, None, or a DataParallelConfig."
+            f"data_parallel={value!r} has type {type(value).__name__}; use a recipe name, None, or a "
+            "DataParallelConfig."
         )
     return None if value is None or value.is_empty else value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_taco.collectives.traffic import Kind, TrafficCounters, TrafficKey
+from lightning_taco.collectives.traffic import Direction, Kind, TrafficCounters, TrafficKey
 
 COMPRESSED = "compressed"
 INSIDE_NODE = "gradients inside a node"
@@ -21,7 +21,7 @@ class DataParallelTraffic(TrafficCounters):
         self.num_values: dict[str, int] = {}
 
     def record_inside_node(self, messages: Tensor, num_ranks: int, num_values: int, item_bytes: int) -> None:
-        """Count an exchange of equal messages with `num_ranks` ranks, this one included, of `num_values` values each."""
+        """Count an exchange among `num_ranks` ranks, this one included, of equal messages of `num_values` values."""
         self._record_compressed(INSIDE_NODE, "reduce_scatter", messages, num_ranks, num_values, item_bytes)
 
     def record_between_nodes(self, messages: Tensor, num_ranks: int, num_values: int, item_bytes: int) -> None:
@@ -34,8 +34,7 @@ class DataParallelTraffic(TrafficCounters):
 
     def record_stock(self, what: str, kind: Kind, sent_bytes: int, reason: str) -> None:
         """Count an exchange that went as it is, and why."""
-        direction = "forward" if what == WEIGHTS else "backward"
-        self.record(TrafficKey(what, direction, kind, reason), sent_bytes, sent_bytes)
+        self.record(TrafficKey(what, _direction(what), kind, reason), sent_bytes, sent_bytes)
 
     def bits_per_value(self, what: str) -> float:
         """Bits on the wire for each value that was sent compressed; 0 when none was."""
@@ -54,6 +53,10 @@ class DataParallelTraffic(TrafficCounters):
     ) -> None:
         others = num_ranks - 1
         sent_bytes = messages.numel() * messages.element_size() // num_ranks * others
-        direction = "forward" if what == WEIGHTS else "backward"
-        self.record(TrafficKey(what, direction, kind, COMPRESSED), others * num_values * item_bytes, sent_bytes)
+        key = TrafficKey(what, _direction(what), kind, COMPRESSED)
+        self.record(key, others * num_values * item_bytes, sent_bytes)
         self.num_values[what] = self.num_values.get(what, 0) + others * num_values
+
+
+def _direction(what: str) -> Direction:
+    return "forward" if what == WEIGHTS else "backward"

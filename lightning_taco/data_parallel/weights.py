@@ -1,21 +1,21 @@
 """qWD under FSDP2: weights travel as 4-bit differences from a copy that every rank keeps.
 
 1. The first all-gather of a unit is exact; every rank keeps what it brought: the copy.
-2. In a forward of training each rank encodes the difference of its shard, in the dtype that is gathered, from its part of
-   the copy; an all-gather of the messages; every rank, the owner too, adds all of them to the copy and computes with it.
-   What a code gets wrong is in the next difference, so the copy does not drift.
+2. In a forward of training each rank encodes the difference of its shard, in the dtype that is gathered, from its
+   part of the copy; an all-gather brings the messages; every rank, the owner too, adds all of them to the copy and
+   computes with it. What a code gets wrong is in the next difference, so the copy does not drift.
 3. In backward the weights are those of the forward: the copy is at hand, and nothing is sent.
-4. A module in eval mode gathers exact weights and leaves the copy alone, so that validation changes nothing in training.
+4. A module in eval mode gathers exact weights and leaves the copy alone: validation changes nothing in training.
 
 Weights that change otherwise than by small steps: `refresh` makes the next gather exact (checkpoints do). Where nobody
 said so, the differences show it: when they are more than half as large as the weights, in the root mean square of the
-largest value of each block, the next gather is exact and a warning says why. Every rank sees the messages of all ranks,
-so every rank decides alike, and the decision is read a gather later, when it is long there and the host waits for nothing.
+largest value of each block, the next gather is exact and a warning says why. Every rank sees the messages of all
+ranks, so every rank decides alike; the decision is read a gather later, when it has arrived and no host waits for it.
 
 Memory: one copy of all weights of the model on each rank, in the dtype that is gathered.
 
-Source: SDP4Bit, arXiv 2410.15526, section 4.1. It gathers once a step; FSDP2 gathers in each forward and backward, which
-saves nothing there once the copy is kept: use ``reshard_after_forward=False`` where memory allows.
+Source: SDP4Bit, arXiv 2410.15526, section 4.1. There weights are gathered once a step; FSDP2 gathers them in each
+forward, which sends 4 bits, and in each backward, which sends nothing here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from lightning_taco import _compat
@@ -69,6 +69,7 @@ class WeightDifferenceGather(AllGather):
         self._written: torch.cuda.Event | None = None
         self._changed = DeferredFlag()
         self._must_refresh = False
+        self._was_training: bool | None = None
 
     @property
     def copy_bytes(self) -> int:
@@ -78,6 +79,14 @@ class WeightDifferenceGather(AllGather):
     def refresh(self) -> None:
         """Make the next gather in training an exact one. All ranks call it alike."""
         self._must_refresh = True
+
+    def before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Drop weights that FSDP2 still holds of a forward in the other mode: exact ones, or those of the copy.
+
+        It keeps a root module's after a forward without a backward.
+        """
+        if self._was_training not in (None, module.training) and not _compat.in_backward():
+            self._unit.fsdp.reshard()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2 to copy this rank's shard into, and the others behind and before it."""
@@ -91,6 +100,7 @@ class WeightDifferenceGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` ``[P N]`` with the weights of all ranks, in stream order."""
+        self._was_training = self._unit.module.training
         reason = self._reason_for_stock(output_tensor)
         if reason is not None:
             return self._gather_exactly(output_tensor, input_tensor, group, reason, async_op)
@@ -124,8 +134,9 @@ class WeightDifferenceGather(AllGather):
         was_changed = self._changed.read()
         if was_changed:
             self._warn(
-                f"The weights of {self._unit.name or 'the model'} changed by more than half between two steps: they were "
-                "set from outside, or diverge. They are gathered exactly once; call refresh() when you set weights."
+                f"The weights of {self._unit.name or 'the model'} changed by more than half between two steps: they "
+                "were set from outside, or diverge. They are gathered exactly once; call refresh_weights() on the "
+                "session when you set weights."
             )
         return was_changed or self._must_refresh or not self._fits(output)
 
@@ -134,7 +145,10 @@ class WeightDifferenceGather(AllGather):
         return self._copy
 
     def _keep(self, rows: Tensor) -> None:
-        self._copy = rows.clone()
+        if self._fits(rows):
+            self._held().copy_(rows)
+        else:
+            self._copy = rows.clone()
         self._copy_amax = _rms_of_block_amax(rows, self._codec.block_size)
         self._must_refresh = False
 
@@ -163,7 +177,7 @@ class WeightDifferenceGather(AllGather):
             num_values = rows.shape[1]
             self._traffic.record_weights(messages, group.size(), num_values, shard.element_size())
             changes.append(_mean_square_of_amax(messages, self._codec, num_values))
-            out.add_(decode(messages, self._codec, num_values, torch.float32))
+            out.add_(decode(messages, self._codec, num_values, out.dtype))
 
         columns.in_parts(difference, copy, exchange_part)
         assert self._copy_amax is not None
