@@ -61,6 +61,8 @@ def average_bucket(values: Tensor, exchange: GradientExchange, config: DataParal
     """The mean of `values` ``[N]`` over all ranks, in place; `call` is part of the seed, ``None``: off."""
     if call is None:
         average_as_it_is(values, exchange, "switched off")
+    elif not config.compresses_gradients:
+        average_as_it_is(values, exchange, "no codec for gradients")
     elif values.dtype not in VALUE_DTYPES:
         average_as_it_is(values, exchange, f"dtype {str(values.dtype).removeprefix('torch.')}")
     elif values.numel() * values.element_size() < config.min_bytes:

@@ -102,9 +102,16 @@ def node_size_from_environment(group: dist.ProcessGroup) -> int:
     dist.all_gather_object(per_node, int(os.environ.get(LOCAL_WORLD_SIZE, 0)), group=group)
     if per_node[0] < 1 and len(set(per_node)) == 1:
         return len(ranks)
-    if len(set(per_node)) > 1:
-        return 1
-    nodes = [rank // per_node[0] for rank in ranks]
+    return 1 if len(set(per_node)) > 1 else regular_node_size(ranks, per_node[0])
+
+
+def regular_node_size(ranks: list[int], processes_per_node: int) -> int:
+    """How many of `ranks` share a node, if it is the same number of consecutive ones on each; else 1, one level.
+
+    >>> regular_node_size([0, 2, 4, 6], 4), regular_node_size([0, 4], 4), regular_node_size([0, 1, 2], 2)
+    (2, 1, 1)
+    """
+    nodes = [rank // processes_per_node for rank in ranks]
     size = nodes.count(nodes[0])
     is_regular = len(ranks) % size == 0 and nodes == sorted(nodes)
     return size if is_regular and all(nodes.count(node) == size for node in nodes) else 1

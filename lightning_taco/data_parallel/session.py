@@ -59,7 +59,8 @@ class DataParallelSession:
             self._exchanges[ranks] = GradientExchange(
                 groups, config.gradients_inside_node, config.gradients_between_nodes, self.traffic
             )
-            self._inform(f"lightning_taco: {exchange_in_words(self._exchanges[ranks])}")
+            if config.compresses_gradients:
+                self._inform(f"lightning_taco: {exchange_in_words(self._exchanges[ranks])}")
         return self._exchanges[ranks]
 
     def attach_fsdp(
