@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/benchmarks/data_parallel_convergence.py
 
-A byte-level GPT under FSDP2 (weights gathered in bf16, gradients reduced in fp32) is trained on the Python standard
-library's sources for `--pretrain-steps`, and from there, with the same batches, `--steps` further in each way:
+A byte-level GPT under FSDP2 (weights gathered in `--gather`, gradients reduced in fp32) is trained on the Python
+standard library's sources for `--pretrain-steps`, and from there, with the same batches, `--steps` further in each way:
 
     exact                as FSDP2 does it
     bf16 gradients       gradients reduced in bf16: the noise floor
@@ -16,8 +16,8 @@ eval mode gathers them), but for plain 4-bit weights, which has no others; the g
 last `--last` steps, paired by batch, with its standard error.
 
 Drift is the distance of the copy from the fp32 weights, over their norm, after `--drift-steps` of `sdp4bit`; beside it
-that of the weights cast to bf16, and that of a copy to which differences of consecutive weights are added, without
-feedback of what their codes got wrong.
+that of a copy in bf16 that is kept in the same way, that of the weights cast to bf16, and that of a copy in bf16 to
+which differences of consecutive weights are added, without feedback of what their codes got wrong.
 """
 
 import argparse
@@ -49,6 +49,7 @@ from lightning_taco.data_parallel import DataParallelConfig, DataParallelSession
 from lightning_taco.data_parallel.settings import weight_differences
 
 SEQUENCE_LENGTH = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WAYS = ("exact", "bf16 gradients", "tlq_hs", "sdp4bit", "plain 4-bit weights")
 CONFIG = GPTConfig.preset(
     "tiny", vocab_size=256, sequence_length=SEQUENCE_LENGTH, num_layers=2, hidden_size=128, num_heads=4
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=200, help="steps over which training losses are compared")
     parser.add_argument("--drift-steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of each rank")
+    parser.add_argument("--gather", choices=list(DTYPES), default="fp32", help="bf16 is slow on most CPUs")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
@@ -78,7 +80,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All ways, one after the other, from one set of weights."""
     text = Text(arguments.batch_size)
-    model = build("exact")
+    model = build("exact", DTYPES[arguments.gather])
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     train(model, optimizer, text, range(arguments.pretrain_steps))
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -86,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = range(arguments.pretrain_steps, arguments.pretrain_steps + arguments.steps)
     for way in arguments.ways:
         began = time.perf_counter()
-        model = build(way)
+        model = build(way, DTYPES[arguments.gather])
         model.load_state_dict(start[0])
         session = compress(model, way)
         optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
@@ -138,11 +140,11 @@ class Text:
         return rows[:, :-1], rows[:, 1:]
 
 
-def build(way: str) -> Any:
+def build(way: str, gathered_in: torch.dtype) -> Any:
     """The model under FSDP2, as `way` reduces gradients."""
     model = GPT(CONFIG, seed=0)
     reduce_dtype = torch.bfloat16 if way == "bf16 gradients" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=gathered_in, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
@@ -175,7 +177,7 @@ class PlainGather(AllGather):
         messages = message.new_empty(group.size(), message.shape[1])
         all_gather_single(messages.view(-1), message.view(-1), group=group)
         decoded = decode(messages, self.codec, input_tensor.numel(), output_tensor.dtype)
-        output_tensor.copy_(decoded.view(-1))
+        output_tensor.copy_(decoded.reshape(-1))
 
 
 class Drift:
@@ -188,28 +190,33 @@ class Drift:
         self._units = {"": model} | {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
         self._last = {name: self._shard(unit) for name, unit in self._units.items()}
         self._without_feedback = {name: shard.bfloat16() for name, shard in self._last.items()}
+        self._in_bf16 = {name: shard.bfloat16() for name, shard in self._last.items()}
 
     def after_forward(self) -> None:
         """The copy is as near to the weights as it gets: between the gather and the optimizer's step."""
         self._step += 1
         if self._step > self._num_steps:
             return
-        codec = weight_differences()
         for name, unit in self._units.items():
             shard = self._shard(unit)
-            difference = (shard - self._last[name]).view(1, -1)
-            message = encode(difference, codec, seed=self._step)
-            change = decode(message, codec, difference.numel(), torch.float32)[0]
-            self._without_feedback[name] = (self._without_feedback[name].float() + change).bfloat16()
+            self._add(self._without_feedback[name], shard - self._last[name])
+            self._add(self._in_bf16[name], shard.bfloat16().float() - self._in_bf16[name])
             self._last[name] = shard
         if self._step == self._num_steps:
             rank = dist.get_rank()
             copies = {name: gather._held()[rank] for name, gather in self._session.gathers.items()}
             self.result = {
                 "copy %": self._distance(copies),
+                "copy in bf16 %": self._distance(self._in_bf16),
                 "bf16 cast %": self._distance({name: shard.bfloat16() for name, shard in self._last.items()}),
                 "without feedback %": self._distance(self._without_feedback),
             }
+
+    def _add(self, copy_in_bf16: Tensor, difference: Tensor) -> None:
+        """As `WeightDifferenceGather` does."""
+        codec = weight_differences()
+        message = encode(difference.view(1, -1), codec, seed=self._step)
+        copy_in_bf16.add_(decode(message, codec, difference.numel(), torch.bfloat16)[0])
 
     def _distance(self, copies: dict[str, Tensor]) -> float:
         """Over all ranks, in percent."""
@@ -234,7 +241,7 @@ def train(model: Any, optimizer: Any, text: Text, steps: range, drift: Drift | N
     losses = []
     for step in steps:
         inputs, targets = text.batch(step)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         if drift is not None:
             drift.after_forward()
         loss.backward()
@@ -250,7 +257,7 @@ def validate(model: Any, text: Text, num_batches: int = 40) -> float:
     losses = []
     for step in range(num_batches):
         inputs, targets = text.batch(step, is_validation=True)
-        losses.append(mean_over_ranks(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())))
+        losses.append(mean_over_ranks(F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())))
     model.train()
     return statistics.fmean(losses)
 
