@@ -337,6 +337,17 @@ def check_outside_change() -> dict[str, Any]:
     return found
 
 
+def check_fewer_ranks_in_backward() -> float:
+    """Gradients where FSDP2 reshards over two of the four ranks between forward and backward."""
+    net = shard(make_net(is_odd=False), reshard_after_forward=2)
+    only_weights = DataParallelConfig(
+        min_bytes=0, gradients_inside_node=None, gradients_between_nodes=None, weights=weight_differences()
+    )
+    compress_fsdp(net, only_weights)
+    loss_of(net, make_batch(0)).backward()  # the first gather is exact
+    return relative_error(full_gradients(net), exact_gradients(range(1), is_odd=False))
+
+
 def check_nan_recovers() -> bool:
     """A weight that was NaN for a step is no NaN in the copy for ever."""
     net = shard(make_net(is_odd=False))
@@ -448,6 +459,7 @@ CHECKS = [
     check_evaluation_is_exact,
     check_resume,
     check_outside_change,
+    check_fewer_ranks_in_backward,
     check_nan_recovers,
     check_tensor_parallel,
     check_undone,
@@ -560,6 +572,10 @@ def test_weights_set_from_outside_are_noticed() -> None:
         errors, num_warnings = found["said"]
         assert errors[0] == 0.0
         assert num_warnings == 0
+
+
+def test_backward_over_fewer_ranks_has_the_weights_of_the_forward() -> None:
+    assert max(of_each_rank(check_fewer_ranks_in_backward)) < 1e-5
 
 
 def test_a_nan_is_not_kept() -> None:

@@ -106,15 +106,18 @@ class WeightDifferenceGather(AllGather):
             return self._gather_exactly(output_tensor, input_tensor, group, reason, async_op)
         if self._written is not None:
             torch.cuda.current_stream(output_tensor.device).wait_event(self._written)
-        if _compat.in_backward() and self._fits(output_tensor):
-            output_tensor.copy_(self._held().view(-1))
+        rows = output_tensor.view(group.size(), -1)
+        if _compat.in_backward():
+            if not self._fits(rows):  # resharded over fewer ranks after forward: what is gathered are parts of the copy
+                return self._gather_exactly(output_tensor, input_tensor, group, "backward over fewer ranks", async_op)
+            rows.copy_(self._held())
             return None
-        if self._is_copy_stale(output_tensor):
+        if self._is_copy_stale(rows):
             self._gather_exactly(output_tensor, input_tensor, group, "first gather, or after a change of weights")
-            self._keep(output_tensor.view(group.size(), -1))
+            self._keep(rows)
         else:
             self._exchange(input_tensor, group)
-            output_tensor.copy_(self._held().view(-1))
+            rows.copy_(self._held())
         if output_tensor.is_cuda:
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(output_tensor.device))
@@ -127,10 +130,10 @@ class WeightDifferenceGather(AllGather):
             return f"smaller than min_bytes={self._min_bytes}"
         return None if self._unit.module.training else "evaluation"
 
-    def _fits(self, output: Tensor) -> bool:
-        return self._copy is not None and self._copy.numel() == output.numel() and self._copy.dtype == output.dtype
+    def _fits(self, rows: Tensor) -> bool:
+        return self._copy is not None and self._copy.shape == rows.shape and self._copy.dtype == rows.dtype
 
-    def _is_copy_stale(self, output: Tensor) -> bool:
+    def _is_copy_stale(self, rows: Tensor) -> bool:
         was_changed = self._changed.read()
         if was_changed:
             self._warn(
@@ -138,7 +141,7 @@ class WeightDifferenceGather(AllGather):
                 "were set from outside, or diverge. They are gathered exactly once; call refresh_weights() on the "
                 "session when you set weights."
             )
-        return was_changed or self._must_refresh or not self._fits(output)
+        return was_changed or self._must_refresh or not self._fits(rows)
 
     def _held(self) -> Tensor:
         assert self._copy is not None
