@@ -39,6 +39,8 @@ class LanguageModule(pl.LightningModule):
         weight_decay: of the matrices; biases and norm weights have none.
         warmup_steps: optimizer steps over which the learning rate grows from 0.
         activation_checkpointing: recompute each block in backward instead of keeping its activations.
+        shard_weights: shard weights over data-parallel ranks by FSDP2; without it each rank holds them all, and their
+            gradients are averaged by ``TacoTPStrategy(data_parallel=...)`` only.
         compile: run each block through `torch.compile`.
         seed: of the initial weights, which are the same at every tensor-parallel size.
 
@@ -64,6 +66,7 @@ class LanguageModule(pl.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
         activation_checkpointing: bool = False,
+        shard_weights: bool = True,
         compile: bool = False,
         seed: int = 0,
     ) -> None:
@@ -86,6 +89,7 @@ class LanguageModule(pl.LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
+        self.shard_weights = shard_weights
         self.compile_blocks = compile
         self.seed = seed
         self.model: gpt.GPT | llama.Llama | None = None
@@ -111,7 +115,7 @@ class LanguageModule(pl.LightningModule):
         if mesh is not None:
             self._parallelize(model, mesh["tensor_parallel"])
         materialize(model, device, self.seed)
-        if mesh is not None and mesh["data_parallel"].size() > 1:
+        if mesh is not None and mesh["data_parallel"].size() > 1 and self.shard_weights:
             shard_data_parallel(model, mesh["data_parallel"])
         if self.compile_blocks:
             for block in model.blocks:

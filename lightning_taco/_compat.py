@@ -28,8 +28,9 @@ MOVING_NODES = frozenset(
 ) | {"RedistributeBackward", "_FromTorchTensorBackward", "_ToTorchTensorBackward"}
 
 
-# torch 2.13 renamed it and warns at each call of the old name.
+# torch 2.13 renamed them and warns at each call of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def torch_version() -> tuple[int, int]:
@@ -212,3 +213,25 @@ def stock_exchange(tensor: torch.Tensor, kind: str, op: str, dim: int, scatter_d
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that was registered under `name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def reduction_factor(op: Any, world_size: int) -> float | None:
+    """What `op` multiplies a sum over `world_size` ranks by; ``None`` for a reduction that is no sum."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / world_size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # Its factor is in what pickle keeps of it only; a tensor in place of a number is not ours to read.
+        factor = op.__getstate__()[1] if hasattr(op, "__getstate__") else None
+        return float(factor) if isinstance(factor, float) else None
+    return None
+
+
+def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
+    """The parameter groups that FSDP2 gathers and reduces together for `module`; several with a mesh per parameter."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)

@@ -116,13 +116,14 @@ def test_bad_input_is_refused_in_words() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize(("codec", "out_codec"), [(INT8, INT4), (INT4, INT8), (E4M3, E4M3)], ids=str)
-@pytest.mark.parametrize("factor", [None, 1 / 3])
+@pytest.mark.parametrize(
+    ("codec", "out_codec", "factor"), [(INT8, INT4, None), (INT4, INT8, 1 / 3), (E4M3, E4M3, None)], ids=str
+)
 def test_recode_kernel_gives_the_bits_of_the_reference(
     codec: CodecConfig, out_codec: CodecConfig, factor: float | None
 ) -> None:
     kernels = pytest.importorskip("lightning_taco.codec.kernels_recode")
-    for num_sources, num_rows, num_values in [(3, 2, 700), (1, 1, 1), (2, 3, 129)]:
+    for num_sources, num_rows, num_values in [(3, 2, 400), (1, 1, 1)]:
         values = adversarial(num_sources * num_rows, num_values) if num_values > 300 else None
         values = torch.randn(num_sources * num_rows, num_values) if values is None else values
         messages = encode(values, codec, seed=3).view(num_sources, num_rows, -1)
@@ -135,7 +136,7 @@ def test_recode_kernel_gives_the_bits_of_the_reference(
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @names
-@pytest.mark.parametrize("num_values", [1, 129, 700])
+@pytest.mark.parametrize("num_values", [1, 400])
 def test_accumulate_kernel_gives_the_bits_of_the_reference(codec: CodecConfig, num_values: int) -> None:
     kernels = pytest.importorskip("lightning_taco.codec.kernels_recode")
     values = adversarial(2, num_values) if num_values > 300 else torch.randn(2, num_values)

@@ -13,12 +13,14 @@ from examples.text_data import TextDataModule
 from lightning_taco import TacoTPStrategy
 from lightning_taco.activations import ActivationConfig
 from lightning_taco.cli import build_cli
+from lightning_taco.data_parallel.settings import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SUFFIX = "_uncompressed"
-COMPRESSED = [path for path in CONFIGS if not path.stem.endswith(SUFFIX)]
 STORED = ROOT / "configs" / "llama_8b_h200_agoq.yaml"  # differs from others in its sizes too, and has no twin
+DATA_PARALLEL = [path for path in CONFIGS if "data_parallel:" in path.read_text()]
+COMPRESSED = [path for path in CONFIGS if not path.stem.endswith(SUFFIX) and path not in DATA_PARALLEL]
 
 by_name = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 by_pair = pytest.mark.parametrize("path", [path for path in COMPRESSED if path != STORED], ids=lambda path: path.stem)
@@ -70,6 +72,26 @@ def test_config_builds_its_objects(path: Path) -> None:
     assert cli.datamodule.sequence_length <= cli.model.config.sequence_length
     for name in ("num_heads", "num_kv_heads", "hidden_size", "vocab_size", "sequence_length"):
         assert getattr(cli.model.config, name, 0) % sizes["tensor_parallel_size"] == 0
+
+
+def test_data_parallel_configs_are_shipped() -> None:
+    assert {path.stem for path in DATA_PARALLEL} == {
+        "gpt_350m_ddp_tlq_hs_h200",
+        "gpt_2.7b_fsdp2_sdp4bit_h200",
+        "gpt_6.7b_tp_fsdp2_sdp4bit_h200",
+        "gpt_350m_ddp_quangrad_h200",
+    }
+
+
+@pytest.mark.parametrize("path", DATA_PARALLEL, ids=lambda path: path.stem)
+def test_data_parallel_settings_are_those_of_the_recipe(path: Path) -> None:
+    """A file spells out what a recipe's name stands for."""
+    cli = parse(path)
+    recipe = next(name for name in RECIPES if f"_{name}_" in path.stem)
+    assert cli.trainer.strategy.data_parallel.config == RECIPES[recipe]
+    assert cli.model.shard_weights == ("fsdp2" in path.stem)
+    by_name = parse(path, f"--trainer.strategy.init_args.data_parallel={recipe}")
+    assert by_name.trainer.strategy.data_parallel.config == RECIPES[recipe]
 
 
 @by_pair

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_taco.collectives import timing
+from lightning_taco.data_parallel.quantized_gradient import quantized_gradient
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.gradients import gradient_norm
 
@@ -40,9 +41,17 @@ def cosine_with_exact(
         The cosine of all gradients taken as one vector: the unsharded model's, the same on all ranks. 1 when both are
         0, 0 when one is, NaN beside a NaN or an Inf.
 
+    Raises:
+        ValueError: for gradients that are kept quantised.
+
     Cost: a forward and a backward, the memory of a second set of gradients, and a wait for the device.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if any(quantized_gradient(parameter) is not None for parameter in parameters):
+        raise ValueError(
+            "Gradients that are kept quantised (data_parallel='quangrad') cannot be compared with those of a second "
+            "backward, which would be added to them; turn the cosine off, or accumulation=None."
+        )
     compressed = [parameter.grad for parameter in parameters]
     with ExitStack() as stack:
         stack.enter_context(timing.aside())

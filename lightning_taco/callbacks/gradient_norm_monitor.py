@@ -22,7 +22,7 @@ from lightning_taco.callbacks.host import host_of
 from lightning_taco.callbacks.logging import log_now
 from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
 from lightning_taco.collectives import timing
-from lightning_taco.strategies.gradients import gradient_norm
+from lightning_taco.strategies.gradients import gradient_norm, has_gradient
 
 
 class GradientNormMonitor(Callback):
@@ -210,7 +210,7 @@ class GradientNormMonitor(Callback):
             return {"gradient_norm": gradient_norm(parameters, self.norm_type).item()}
         norms = gradient_norm(parameters, self.norm_type, per_parameter=True).tolist()
         by_parameter = {
-            id(parameter): norm for parameter, norm in zip(parameters, norms, strict=True) if parameter.grad is not None
+            id(parameter): norm for parameter, norm in zip(parameters, norms, strict=True) if has_gradient(parameter)
         }
         values = {"gradient_norm": _together(norms, self.norm_type)}
         named = [(name, by_parameter[id(each)]) for name, each in module.named_parameters() if id(each) in by_parameter]

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_taco import _compat
 from lightning_taco.config import CompressionConfig, resolve_compression
+from lightning_taco.data_parallel import DataParallelConfig, resolve_data_parallel
 
 
 def checked_compression(compression: CompressionConfig | Mapping[str, Any] | str | None) -> CompressionConfig | None:
@@ -19,6 +20,21 @@ def checked_compression(compression: CompressionConfig | Mapping[str, Any] | str
     """
     config = resolve_compression(compression)
     if config is not None and not config.is_empty:
+        _compat.require_known_torch()
+    return config
+
+
+def checked_data_parallel(
+    data_parallel: DataParallelConfig | Mapping[str, Any] | str | None,
+) -> DataParallelConfig | None:
+    """The settings of data parallelism, under a torch whose FSDP2 they work with.
+
+    Raises:
+        ValueError: for an unknown recipe, codec or field.
+        RuntimeError: when something would be compressed under a torch that is not known.
+    """
+    config = resolve_data_parallel(data_parallel)
+    if config is not None:
         _compat.require_known_torch()
     return config
 

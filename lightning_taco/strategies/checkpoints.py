@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_taco.dtensor.sites import WRAPPER_PREFIXES
 
 COMPRESSION_STATE = "lightning_taco"  # the key of the compression's state in a checkpoint; other strategies ignore it
+DATA_PARALLEL_STATE = "lightning_taco_data_parallel"  # the same of what travels between data-parallel ranks
 CURRENT_WEIGHTS = "current_model_state"  # what lightning's WeightAveraging calls the weights that are not averaged
 
 

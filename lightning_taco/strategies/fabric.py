@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,10 +22,12 @@ from typing_extensions import override
 from lightning_taco import _compat
 from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
+from lightning_taco.data_parallel import DataParallelConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies import arguments, checkpoints, checks
 from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
+from lightning_taco.strategies.data_parallel import DataParallel, devices_per_node
 from lightning_taco.strategies.gradients import (
     clip_gradients_by_norm,
     clip_gradients_by_value,
@@ -45,6 +48,10 @@ class TacoTPStrategy(ModelParallelStrategy):
             the parallelised module.
         compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
             ``None``: off, and bit-equal to `ModelParallelStrategy`.
+        data_parallel: what travels between data-parallel ranks: ``"sdp4bit"`` (gradients in 8 bits inside a node and 4
+            between nodes, FSDP2's weights as 4-bit differences), ``"tlq_hs"`` (its gradients only), ``"quangrad"``
+            (gradients kept and sent in FP8 blocks), a `DataParallelConfig`, or ``None``: off. When on, parameters that
+            FSDP2 does not shard are averaged too, so plain data parallelism needs ``tensor_parallel_size=1`` only.
         data_parallel_size: ranks along the data-parallel axis; ``"auto"`` is the number of nodes.
         tensor_parallel_size: ranks along the tensor-parallel axis; ``"auto"`` is the number of devices of a node.
         sample_every_n_steps: every how many steps the reconstruction error is measured; 0 for never.
@@ -77,6 +84,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
         activations: ActivationConfig | str | None = None,
+        data_parallel: DataParallelConfig | str | None = None,
     ) -> None:
         super().__init__(
             parallelize_fn=parallelize_fn,
@@ -90,8 +98,10 @@ class TacoTPStrategy(ModelParallelStrategy):
             arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
         )
         self.activations = Activations(resolve_activations(activations))
+        self.data_parallel = DataParallel(arguments.checked_data_parallel(data_parallel))
         self._handles: list[RemovableHandle] = []
         self._open_scopes: list[AbstractContextManager[None]] = []
+        self._backward_sync_control = _BackwardSync(self)
 
     @property
     def session(self) -> CompressionSession | None:
@@ -112,7 +122,14 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.compression.start(module, self.device_mesh, self.root_device)
         self._put_forward_in_scope(module)
         self.activations.start(module)
+        self.data_parallel.start(module, self.device_mesh, devices_per_node(self.parallel_devices))
         return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        optimizer = super().setup_optimizer(optimizer)
+        self.data_parallel.attach_optimizers([optimizer])
+        return optimizer
 
     @override
     def save_checkpoint(
@@ -125,6 +142,9 @@ class TacoTPStrategy(ModelParallelStrategy):
         own_state = self.compression.state_dict()
         if own_state is not None:
             state = {**state, checkpoints.COMPRESSION_STATE: own_state}
+        data_parallel_state = self.data_parallel.state_dict()
+        if data_parallel_state is not None:
+            state = {**state, checkpoints.DATA_PARALLEL_STATE: data_parallel_state}
         super().save_checkpoint(path, state, storage_options, filter)
 
     @override
@@ -140,6 +160,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         own_state = remainder.pop(checkpoints.COMPRESSION_STATE, None)
         if own_state is not None:
             self.compression.load_state_dict(own_state)
+        self.data_parallel.load_state_dict(remainder.pop(checkpoints.DATA_PARALLEL_STATE, None))
         return remainder
 
     @override
@@ -147,6 +168,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.activations.report_first_step()
         with self.compression.backward_scope():
             super().backward(tensor, module, *args, **kwargs)
+        self.data_parallel.finish_backward()
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -182,6 +204,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         """Print, on rank 0, what was sent and stored, and what it cost. A Fabric script calls it when it is done."""
         self.compression.print_end_table()
         self.activations.print_table()
+        self.data_parallel.print_end_table()
 
     @override
     def teardown(self) -> None:
@@ -193,6 +216,7 @@ class TacoTPStrategy(ModelParallelStrategy):
             self._open_scopes.pop().__exit__(None, None, None)
         self.compression.stop()
         self.activations.stop()
+        self.data_parallel.stop()
         # In place of super().teardown(), which asks for a CheckpointIO that ModelParallelStrategy refuses to have.
         self.precision.teardown()
         if self.accelerator is not None:
@@ -216,3 +240,19 @@ class TacoTPStrategy(ModelParallelStrategy):
 
         self._handles.append(_compat.register_first(module, before))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+
+class _BackwardSync(_BackwardSyncControl):
+    """``fabric.no_backward_sync``: Lightning's own without ``data_parallel=``, else `DataParallel.no_sync`."""
+
+    def __init__(self, strategy: TacoTPStrategy) -> None:
+        self._strategy = strategy
+        self._stock = strategy._backward_sync_control
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        data_parallel = self._strategy.data_parallel
+        if not data_parallel.is_on:
+            assert self._stock is not None
+            return self._stock.no_backward_sync(module, enabled)
+        return data_parallel.no_sync() if enabled else nullcontext()

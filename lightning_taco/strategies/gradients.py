@@ -30,6 +30,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_taco import _compat
+from lightning_taco.data_parallel.quantized_gradient import QuantizedGradient, quantized_gradient
 
 PARTIAL_NORM_TORCH = (2, 13)  # the first whose norm of a partial gradient is not that of each rank's term
 
@@ -108,7 +109,7 @@ def gradient_norms_by_parameter(
     named = list(named_parameters)
     norms = gradient_norm([parameter for _, parameter in named], norm_type, per_parameter=True)
     return {
-        name: norm for (name, parameter), norm in zip(named, norms.unbind(), strict=True) if parameter.grad is not None
+        name: norm for (name, parameter), norm in zip(named, norms.unbind(), strict=True) if has_gradient(parameter)
     }
 
 
@@ -154,6 +155,8 @@ def clip_gradients_by_norm(
         # At least float32 also for half-precision gradients: in bfloat16 the factor would be up to 0.4% off.
         factor_dtype = torch.promote_types(first.dtype, torch.float32)
         torch._foreach_mul_(gradients, coefficient.to(first.device, factor_dtype))
+    for quantized in _quantized(tensors):
+        quantized.scale(coefficient)
     return total.float()
 
 
@@ -177,18 +180,35 @@ def clip_gradients_by_value(parameters: Tensor | Iterable[Tensor], clip_value: f
     for gradients in _local_gradients(tensors):
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
+    for quantized in _quantized(tensors):
+        quantized.limit(clip_value)
 
 
 def is_norm_right_in_torch(parameters: Iterable[Tensor]) -> bool:
     """Whether `torch.nn.utils.clip_grad_norm_` takes the norm of all gradients; the same answer on all ranks.
 
-    It refuses mixtures of DTensors and plain tensors and, before torch 2.13, takes the norm of each rank's term of a
-    partial gradient.
+    It does not see quantised gradients, refuses mixtures of DTensors and plain tensors and, before torch 2.13,
+    takes the norm of each rank's term of a partial gradient.
     """
+    parameters = list(parameters)
+    if any(quantized_gradient(parameter) is not None for parameter in parameters):
+        return False
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len({isinstance(gradient, DTensor) for gradient in gradients}) == 2:
         return False
     return _compat.torch_version() >= PARTIAL_NORM_TORCH or not any(map(_is_partial, gradients))
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether `parameter` has a gradient, in ``.grad`` or quantised."""
+    quantized = quantized_gradient(parameter)
+    return parameter.grad is not None or (quantized is not None and quantized.num_added > 0)
+
+
+def _quantized(parameters: Iterable[Tensor]) -> list[QuantizedGradient]:
+    """Return the quantised gradients that hold something."""
+    found = map(quantized_gradient, parameters)
+    return [gradient for gradient in found if gradient is not None and gradient.num_added]
 
 
 def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -325,6 +345,9 @@ def _norms(parameters: Sequence[Tensor], order: float) -> Tensor:
     # still take part in every exchange.
     groups = _mesh_groups(parameters)
     values = _local_powers(gradients, order, _exchange_device(parameters))
+    for index, quantized in enumerate(map(quantized_gradient, parameters)):
+        if quantized is not None and quantized.num_added:  # one at a time: together they may not fit in full precision
+            values[index] = _local_powers([quantized.read()], order, values.device)[0]
     if not groups:
         return _root(values, order)
     if math.isinf(order):

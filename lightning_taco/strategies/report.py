@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_taco.activations import Ledger
 from lightning_taco.collectives.traffic import TrafficCount, TrafficCounters
 from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.data_parallel.traffic import WHAT, DataParallelTraffic
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
 from lightning_taco.dtensor.session import COMPRESSED
 
@@ -55,12 +56,43 @@ def end_table(traffic: TrafficCounters, errors: Mapping[ErrorKey, SiteError]) ->
     return table
 
 
+def data_parallel_table(traffic: DataParallelTraffic) -> Table:
+    """The same for what travels between data-parallel ranks, by what it is, with the bits of a value."""
+    table = Table(title="lightning_taco: what one rank sent between data-parallel ranks")
+    for name in ("what", "messages", "would have been sent", "sent", "ratio", "bits a value"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for what in WHAT:
+        count = TrafficCount()
+        for key, each in traffic.counts.items():
+            if key.site == what and key.outcome == COMPRESSED:
+                count.add(each)
+        if count.num_messages:
+            table.add_row(what, *_cells(count), f"{traffic.bits_per_value(what):.2f}")
+    everything, compressed = traffic.total(), traffic.total(outcome=COMPRESSED)
+    if everything.num_messages > compressed.num_messages:
+        table.add_row("not compressed", *_cells(_difference(everything, compressed)), "")
+    table.add_section()
+    table.add_row("all", *_cells(everything), "")
+    return table
+
+
+def print_data_parallel_table(traffic: DataParallelTraffic, console: Console | None = None) -> None:
+    """Print `data_parallel_table`, and why messages were not compressed."""
+    console = console or Console()
+    console.print(data_parallel_table(traffic))
+    _print_reasons(traffic, console)
+
+
 def print_end_table(
     traffic: TrafficCounters, errors: Mapping[ErrorKey, SiteError], console: Console | None = None
 ) -> None:
     """Print `end_table`, and why exchanges were not compressed."""
     console = console or Console()
     console.print(end_table(traffic, errors))
+    _print_reasons(traffic, console)
+
+
+def _print_reasons(traffic: TrafficCounters, console: Console) -> None:
     for reason, count in sorted(traffic.stock_reasons().items(), key=lambda item: -item[1]):
         console.print(f"  not compressed, {count} messages: {reason}", markup=False, highlight=False)
 

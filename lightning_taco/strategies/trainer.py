@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +24,12 @@ from typing_extensions import override
 
 from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
+from lightning_taco.data_parallel import DataParallelConfig
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies import arguments, checkpoints, checks
 from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
+from lightning_taco.strategies.data_parallel import DataParallel, devices_per_node
 from lightning_taco.strategies.gradients import (
     clip_gradients_by_norm,
     clip_gradients_by_value,
@@ -48,6 +52,10 @@ class TacoTPStrategy(ModelParallelStrategy):
     Args:
         compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
             ``None``: off, and bit-equal to `ModelParallelStrategy`.
+        data_parallel: what travels between data-parallel ranks: ``"sdp4bit"`` (gradients in 8 bits inside a node and 4
+            between nodes, FSDP2's weights as 4-bit differences), ``"tlq_hs"`` (its gradients only), ``"quangrad"``
+            (gradients kept and sent in FP8 blocks), a `DataParallelConfig`, or ``None``: off. When on, parameters that
+            FSDP2 does not shard are averaged too, so plain data parallelism needs ``tensor_parallel_size=1`` only.
         data_parallel_size: ranks along the data-parallel axis; ``"auto"`` is the number of nodes.
         tensor_parallel_size: ranks along the tensor-parallel axis; ``"auto"`` is the number of devices of a node.
         sample_every_n_steps: every how many steps the reconstruction error is measured and shown; 0 for never.
@@ -76,6 +84,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
         activations: ActivationConfig | str | None = None,
+        data_parallel: DataParallelConfig | str | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -88,6 +97,7 @@ class TacoTPStrategy(ModelParallelStrategy):
             arguments.checked_compression(compression), arguments.checked_sampling(sample_every_n_steps)
         )
         self.activations = Activations(resolve_activations(activations))
+        self.data_parallel = DataParallel(arguments.checked_data_parallel(data_parallel))
         self._must_check_batch = True
 
     @property
@@ -121,6 +131,8 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.lightning_module.__dict__.pop("configure_model", None)  # type: ignore[union-attr]
         self.compression.start(self.model, self.device_mesh, self.root_device)
         self.activations.start(self.model)
+        self.data_parallel.start(self.model, self.device_mesh, devices_per_node(self.parallel_devices))
+        self.data_parallel.attach_optimizers(self.optimizers)
         self._replace_log()
         self._must_check_batch = True
 
@@ -158,7 +170,15 @@ class TacoTPStrategy(ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.activations.report_first_step()
         with self.compression.backward_scope():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.data_parallel.finish_backward()
+        return loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with super().block_backward_sync(), self.data_parallel.no_sync():
+            yield
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -174,6 +194,9 @@ class TacoTPStrategy(ModelParallelStrategy):
         own_state = self.compression.state_dict()
         if own_state is not None:
             checkpoint[checkpoints.COMPRESSION_STATE] = own_state
+        data_parallel_state = self.data_parallel.state_dict()
+        if data_parallel_state is not None:
+            checkpoint[checkpoints.DATA_PARALLEL_STATE] = data_parallel_state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -188,6 +211,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         own_state = checkpoint.pop(checkpoints.COMPRESSION_STATE, None)
         if own_state is not None:
             self.compression.load_state_dict(own_state)
+        self.data_parallel.load_state_dict(checkpoint.pop(checkpoints.DATA_PARALLEL_STATE, None))
         return checkpoint
 
     @override
@@ -195,6 +219,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         was_on = self.compression.is_on
         self.compression.stop()
         self.activations.stop()
+        self.data_parallel.stop()
         self._restore_clipping()
         if self.lightning_module is not None:
             for name in REPLACED_METHODS:
@@ -202,6 +227,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         if was_on:
             self.compression.print_end_table()
         self.activations.print_table()
+        self.data_parallel.print_end_table()
         super().teardown()
 
     def _show_progress(self) -> None:
