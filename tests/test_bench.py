@@ -58,7 +58,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--codecs", "int9"], r"codecs: 'int9' is unknown; use one or more of default, taco, int8, balanced, e4m3"),
+        (["--codecs", "int9"], "codecs: 'int9' is unknown; use one or more of default, taco, int8, balanced, smallest"),
         (["--codecs", "none"], "codecs: 'none' is unknown"),
         (["--kinds", "broadcast"], "kinds: 'broadcast' is unknown; use one or more of all_reduce, reduce_scatter"),
         (["--sizes", "1MB"], "'1MB' is not a size; give bytes, or a number with KiB, MiB or GiB, such as 64KiB"),
