@@ -21,6 +21,16 @@ torch.set_num_threads(1)
 SET_ONCE = {"CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 NUM_DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 BROWSER_PROGRAMS = ("chromium", "chromedriver")
+# Files that take more than half a minute. A worker has a whole file: one that begins late is waited for by all.
+LONGEST = (
+    "codec_family",
+    "trainer_checkpoints",
+    "trainer_strategy",
+    "parity",
+    "launch",
+    "codec_kernels",
+    "fabric_strategy",
+)
 deselected = pytest.StashKey[Counter[str]]()
 
 
@@ -30,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what this machine cannot run; `pytest_terminal_summary` says so."""
+    """Take out what this machine cannot run, which `pytest_terminal_summary` says; the longest files come first."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)  # else in the order they are in
     reasons = [reason_to_deselect(item) for item in items]
     removed = [item for item, reason in zip(items, reasons, strict=True) if reason]
     if removed:
