@@ -37,6 +37,7 @@ CODECS = {
     "int3 gaussian": CodecConfig(element="int3", levels="gaussian"),
 }
 MEBI = 1 << 20
+QUEUE_CYCLES = 2_000_000  # about a millisecond
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def kernel_rows(
         "requantize": lambda i: requantize(pairs[i], codec, num_values, out=message),
         "decode_sum": lambda i: decode_sum(pairs[i], codec, num_values, torch.bfloat16, out=values.view(-1)),
     }
-    times = interleaved_medians(calls, rounds, num_inputs=4)
+    times = interleaved_medians(calls, rounds, num_inputs=4, queued=True)
     copy_rate = moved["copy"] / times["copy"]
     return [
         {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
@@ -136,8 +137,14 @@ def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
     return rows
 
 
-def interleaved_medians(calls: dict[str, Callable[[int], object]], rounds: int, num_inputs: int) -> dict[str, float]:
-    """Microseconds of each call, median over rounds in which the calls take turns."""
+def interleaved_medians(
+    calls: dict[str, Callable[[int], object]], rounds: int, num_inputs: int, *, queued: bool = False
+) -> dict[str, float]:
+    """Microseconds of each call, median over rounds in which the calls take turns.
+
+    Args:
+        queued: let the device wait until the host has launched all calls, so that a slow host is not measured.
+    """
     for call in calls.values():
         for index in range(num_inputs):
             call(index)
@@ -148,6 +155,8 @@ def interleaved_medians(calls: dict[str, Callable[[int], object]], rounds: int, 
             torch.cuda.synchronize()
             dist.barrier()
             call(0)  # so that the timed calls do not wait for ranks to meet
+            if queued:
+                torch.cuda._sleep(QUEUE_CYCLES)
             start.record()
             for index in range(num_inputs):
                 call(index)
