@@ -286,14 +286,15 @@ def resolve_compression(
         fields = dict(value)
         for name in ("forward", "backward"):
             if isinstance(fields.get(name), Mapping):
-                fields[name] = _from_fields(CodecConfig, fields[name], name)
-        return _from_fields(CompressionConfig, fields, "compression")
+                fields[name] = from_fields(CodecConfig, fields[name], name)
+        return from_fields(CompressionConfig, fields, "compression")
     raise TypeError(
         f"compression={value!r} has type {type(value).__name__}; use a recipe name, None, or a CompressionConfig."
     )
 
 
-def _from_fields(cls: type[Any], fields: Mapping[str, Any], what: str) -> Any:
+def from_fields(cls: type[Any], fields: Mapping[str, Any], what: str) -> Any:
+    """A dataclass from a mapping; a field that it does not have is a ``ValueError`` that names `what` and all fields."""
     unknown = [name for name in fields if name not in cls.__dataclass_fields__]
     if unknown:
         known = _listed(tuple(cls.__dataclass_fields__))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_taco.config import CodecConfig, matches_site
+from lightning_taco.config import CodecConfig, from_fields, matches_site
 
 STORED_ELEMENTS = ("fp4", "nf4", "int4", "int5", "int6", "int8")
 ELEMENT_OF_BITS: dict[int, Literal["int5", "int6", "int8"]] = {5: "int5", 6: "int6", 8: "int8"}
@@ -125,9 +125,5 @@ def resolve_activations(value: ActivationConfig | Mapping[str, Any] | str | None
             raise ValueError(f"activations={value!r} is not a recipe; use 'agoq', 'none', or an ActivationConfig.")
         return ActivationConfig() if value == "agoq" else None
     if isinstance(value, Mapping):
-        unknown = [name for name in value if name not in ActivationConfig.__dataclass_fields__]
-        if unknown:
-            known = ", ".join(map(repr, ActivationConfig.__dataclass_fields__))
-            raise ValueError(f"activations has no field {unknown[0]!r}; it has {known}.")
-        return ActivationConfig(**value)
+        return from_fields(ActivationConfig, value, "activations")
     raise TypeError(f"activations={value!r} has type {type(value).__name__}; use 'agoq', None, or an ActivationConfig.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_taco.codec.recode import require_shared_domain
-from lightning_taco.config import CodecConfig
+from lightning_taco.config import CodecConfig, from_fields
 
 DEFAULT_MIN_BYTES = 1 << 18
 DATA_PARALLEL_RECIPES = ("sdp4bit", "tlq_hs", "quangrad", "none")
@@ -148,9 +148,7 @@ def resolve_data_parallel(
 
 
 def _from_fields(fields: Mapping[str, Any]) -> DataParallelConfig:
-    known = DataParallelConfig.__dataclass_fields__
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"data_parallel has no field {name!r}; it has {', '.join(map(repr, known))}.")
-    codecs = {name: CodecConfig(**value) for name, value in fields.items() if isinstance(value, Mapping)}
-    return DataParallelConfig(**{**fields, **codecs})
+    codecs = {
+        name: from_fields(CodecConfig, value, name) for name, value in fields.items() if isinstance(value, Mapping)
+    }
+    return from_fields(DataParallelConfig, {**fields, **codecs}, "data_parallel")
