@@ -294,7 +294,7 @@ def resolve_compression(
 
 
 def from_fields(cls: type[Any], fields: Mapping[str, Any], what: str) -> Any:
-    """A dataclass from a mapping; a field that it does not have is a ``ValueError`` that names `what` and its fields."""
+    """A dataclass from a mapping; a field that it does not have is a ``ValueError`` with `what` and all fields."""
     unknown = [name for name in fields if name not in cls.__dataclass_fields__]
     if unknown:
         known = _listed(tuple(cls.__dataclass_fields__))
