@@ -101,8 +101,8 @@ def test_fp8_on_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_run_on_cuda_with_triton_only(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name) if installed else None)
     assert _compat.has_triton() is installed
-    assert codec._uses_triton(SimpleNamespace(is_cuda=True)) is installed
-    assert codec._uses_triton(torch.ones(1)) is False
+    assert codec.uses_triton(SimpleNamespace(is_cuda=True)) is installed
+    assert codec.uses_triton(torch.ones(1)) is False
 
 
 WITHOUT_TRITON = """

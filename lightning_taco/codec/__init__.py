@@ -12,15 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco import _compat
 from lightning_taco.codec import reference
+from lightning_taco.codec.checks import VALUE_DTYPES, require_resolved, require_seed, require_value_dtype, uses_triton
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode import accumulate, recode_sum
 from lightning_taco.config import CodecConfig
 
-__all__ = ["MessageLayout", "accumulate", "decode", "decode_sum", "encode", "recode_sum", "requantize"]
-
-VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+__all__ = ["VALUE_DTYPES", "MessageLayout", "accumulate", "decode", "decode_sum", "encode", "recode_sum", "requantize"]
 
 
 def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
@@ -51,10 +49,10 @@ def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | N
         (torch.Size([1, 80]), True)
     """
     _require_values(values, codec)
-    _require_seed(seed)
+    require_seed(seed)
     layout = MessageLayout.of(values.shape[1], codec)
     _require_out(out, (values.shape[0], layout.message_bytes), torch.uint8, values)
-    if not _uses_triton(values):
+    if not uses_triton(values):
         messages = reference.encode_reference(values, codec, seed=seed)
         return messages if out is None else out.copy_(messages)
     from lightning_taco.codec import kernels
@@ -88,9 +86,9 @@ def decode(
     Cost: reads the messages once, writes the values once; one launch.
     """
     _require_messages(messages, codec, num_values)
-    _require_value_dtype("decoded values", dtype)
+    require_value_dtype("decoded values", dtype)
     _require_out(out, (messages.shape[0], num_values), dtype, messages, may_have_gaps=True)
-    if not _uses_triton(messages):
+    if not uses_triton(messages):
         values = reference.decode_reference(messages, codec, num_values, dtype)
         return values if out is None else out.copy_(values)
     from lightning_taco.codec import kernels
@@ -135,9 +133,9 @@ def decode_sum(
         raise ValueError(f"average=True and factor={factor} were both given; give one of them.")
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
-    _require_value_dtype("decoded values", dtype)
+    require_value_dtype("decoded values", dtype)
     _require_out(out, (num_values,), dtype, messages)
-    if not _uses_triton(messages):
+    if not uses_triton(messages):
         total = reference.decode_sum_reference(messages, codec, num_values, dtype, average=average, factor=factor)
         return total if out is None else out.copy_(total)
     from lightning_taco.codec import kernels
@@ -182,9 +180,9 @@ def requantize(
     """
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
-    _require_seed(seed)
+    require_seed(seed)
     _require_out(out, (1, messages.shape[1]), torch.uint8, messages)
-    if not _uses_triton(messages):
+    if not uses_triton(messages):
         message = reference.requantize_reference(messages, codec, num_values, average=average, seed=seed)
         return message if out is None else out.copy_(message)
     from lightning_taco.codec import kernels
@@ -194,29 +192,15 @@ def requantize(
     return kernels.requantize_triton(messages, codec, num_values, out, average=average, seed=seed)
 
 
-def _uses_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _compat.has_triton()
-
-
-def _require_resolved(codec: CodecConfig) -> None:
-    if codec.element == "auto":
-        raise TypeError("the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8').")
-
-
-def _require_value_dtype(what: str, dtype: torch.dtype) -> None:
-    if dtype not in VALUE_DTYPES:
-        raise TypeError(f"{what} have dtype {dtype}; bfloat16, float16 or float32 is needed.")
-
-
 def _require_values(values: Tensor, codec: CodecConfig) -> None:
-    _require_resolved(codec)
-    _require_value_dtype("values", values.dtype)
+    require_resolved(codec)
+    require_value_dtype("values", values.dtype)
     if values.dim() != 2:
         raise ValueError(f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message.")
 
 
 def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
-    _require_resolved(codec)
+    require_resolved(codec)
     message_bytes = MessageLayout.of(num_values, codec).message_bytes
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
         raise ValueError(
@@ -227,11 +211,6 @@ def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> 
         raise ValueError(
             "messages are not contiguous, but each must follow the one before; pass messages.contiguous()."
         )
-
-
-def _require_seed(seed: int) -> None:
-    if not 0 <= seed < 1 << 62:
-        raise ValueError(f"seed={seed} is out of range; give an integer from 0 to 2^62 - 1.")
 
 
 def _require_sources(messages: Tensor) -> None:

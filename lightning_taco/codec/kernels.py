@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
-from lightning_taco.codec.kernels_numbers import from_code, hadamard, random_parts, scaled, sum_of_squares, to_code
+from lightning_taco.codec.kernels_numbers import (
+    added,
+    from_code,
+    hadamard,
+    random_parts,
+    scaled,
+    sum_of_squares,
+    to_code,
+)
 from lightning_taco.codec.kernels_planes import joined, load_codes, store_codes
 from lightning_taco.codec.reference import (
     ALPHA_EPSILON,
@@ -256,15 +264,10 @@ def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
 
 @triton.jit
 def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
-    PARTS: tl.constexpr = C.parts
     total = load_blocks(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         messages += _message_bytes(num_blocks, C)
-        addend = load_blocks(messages, blocks, num_blocks, C)
-        added = ()
-        for part in tl.static_range(PARTS):
-            added = added + (total[part] + addend[part],)
-        total = added
+        total = added(total, load_blocks(messages, blocks, num_blocks, C), C)
     if AVERAGE:
         total = scaled(total, factor, C)
     return total

@@ -79,6 +79,16 @@ def scaled(parts, factor, C: tl.constexpr):
 
 
 @triton.jit
+def added(parts, others, C: tl.constexpr):
+    """Each part plus the other of its place."""
+    PARTS: tl.constexpr = C.parts
+    result = ()
+    for part in tl.static_range(PARTS):
+        result = result + (parts[part] + others[part],)
+    return result
+
+
+@triton.jit
 def sum_of_squares(parts, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
     """[tile, 1]: the squares of COUNT parts from FIRST on, neighbours added first."""
     LOG2_PARTS: tl.constexpr = C.log2_parts

@@ -14,18 +14,9 @@ from torch import Tensor
 
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
 from lightning_taco.codec.kernels import _message_bytes, _num_blocks, load_blocks, store_message
-from lightning_taco.codec.kernels_numbers import hadamard, scaled
+from lightning_taco.codec.kernels_numbers import added, hadamard, scaled
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
-
-
-@triton.jit
-def _added(parts, others, C: tl.constexpr):
-    PARTS: tl.constexpr = C.parts
-    sums = ()
-    for part in tl.static_range(PARTS):
-        sums = sums + (parts[part] + others[part],)
-    return sums
 
 
 @triton.jit(do_not_specialize=SEEDS)
@@ -50,7 +41,7 @@ def recode_sum_kernel(
     total = load_blocks(message, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         message += tl.cast(source_bytes, tl.int64)
-        total = _added(total, load_blocks(message, blocks, num_blocks, C), C)
+        total = added(total, load_blocks(message, blocks, num_blocks, C), C)
     if SCALE:
         total = scaled(total, factor, C)
     out = out_ptr + row * _message_bytes(num_blocks, OUT)
@@ -72,7 +63,7 @@ def accumulate_kernel(message_ptr, values_ptr, num_values, seed_low, seed_high, 
         parts = parts + (values.to(tl.float32),)
     if C.is_rotated:
         parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-    total = _added(load_blocks(message_ptr, blocks, num_blocks, C), parts, C)
+    total = added(load_blocks(message_ptr, blocks, num_blocks, C), parts, C)
     # All threads have read the tile before any of them writes to it.
     tl.debug_barrier()
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco import _compat
+from lightning_taco.codec.checks import require_resolved, require_seed, require_value_dtype, uses_triton
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode_reference import accumulate_reference, recode_sum_reference
 from lightning_taco.config import CodecConfig
-
-VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def recode_sum(
@@ -48,7 +46,7 @@ def recode_sum(
     Source: SDP4Bit, arXiv 2410.15526: the step from 8 bits inside a node to 4 bits between nodes, still rotated.
     """
     require_shared_domain(codec, out_codec)
-    _require_seed(seed)
+    require_seed(seed)
     message_bytes = MessageLayout.of(num_values, codec).message_bytes
     if messages.dtype != torch.uint8 or messages.dim() != 3 or messages.shape[2] != message_bytes:
         raise ValueError(
@@ -57,7 +55,7 @@ def recode_sum(
         )
     if not messages.is_contiguous() or messages.shape[0] == 0:
         raise ValueError("messages must be contiguous and of at least one source; pass messages.contiguous().")
-    if not _uses_triton(messages):
+    if not uses_triton(messages):
         return recode_sum_reference(messages, codec, out_codec, num_values, factor=factor, seed=seed)
     from lightning_taco.codec import kernels_recode
 
@@ -85,10 +83,9 @@ def accumulate(message: Tensor, values: Tensor, codec: CodecConfig, *, seed: int
     Source: AGoQ, arXiv 2605.00539, QuanGrad. We add in fp32 where the paper adds in bf16.
     """
     require_shared_domain(codec, codec)
-    _require_seed(seed)
+    require_seed(seed)
     message_bytes = MessageLayout.of(values.numel(), codec).message_bytes
-    if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values have dtype {values.dtype}; bfloat16, float16 or float32 is needed.")
+    require_value_dtype("values", values.dtype)
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(f"values have shape {tuple(values.shape)}; one contiguous dim is needed: values.reshape(-1).")
     if message.dtype != torch.uint8 or message.shape != (1, message_bytes) or not message.is_contiguous():
@@ -96,7 +93,7 @@ def accumulate(message: Tensor, values: Tensor, codec: CodecConfig, *, seed: int
             f"message is {message.dtype} {tuple(message.shape)}; {values.numel()} values in {codec} need a contiguous "
             f"uint8 [1, {message_bytes}]."
         )
-    if not _uses_triton(message):
+    if not uses_triton(message):
         return message.copy_(accumulate_reference(message, values, codec, seed=seed))
     from lightning_taco.codec import kernels_recode
 
@@ -111,20 +108,10 @@ def require_shared_domain(codec: CodecConfig, other: CodecConfig) -> None:
         ValueError: naming what differs.
     """
     for each in (codec, other):
-        if each.element == "auto":
-            raise TypeError("the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8').")
+        require_resolved(each)
         if each.scale_mode != "merged":
             raise ValueError(f"scale_mode={each.scale_mode!r} cannot be added up here; use scale_mode='merged'.")
     if (codec.block_size, codec.rotation) != (other.block_size, other.rotation):
         raise ValueError(
             f"{codec} and {other} do not share a block: give both the same block_size and the same rotation."
         )
-
-
-def _require_seed(seed: int) -> None:
-    if not 0 <= seed < 1 << 62:
-        raise ValueError(f"seed={seed} is out of range; give an integer from 0 to 2^62 - 1.")
-
-
-def _uses_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _compat.has_triton()

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_taco.data_parallel.fsdp import average_as_it_is
 from lightning_taco.data_parallel.seeds import derived_seed
 from lightning_taco.data_parallel.session import DataParallelSession, required_settings
 from lightning_taco.data_parallel.settings import DataParallelConfig
+from lightning_taco.data_parallel.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 BUCKETS = 3  # part of a seed
@@ -32,25 +32,17 @@ class CompressedBuckets:
         self.num_calls = 0
         self.is_active = True
         self._exchange, self._config = exchange, config
-        self._stream: torch.cuda.Stream | None = None
+        self._side = SideStream()
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The mean of the bucket over all ranks, in its own memory."""
         values = bucket.buffer()
         devices = [values.device] if values.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
-        with self._beside_backward(values.device):
+        with self._side.beside_backward(values.device):
             self._average(values)
             future.set_result(values)
         return future
-
-    def _beside_backward(self, device: torch.device) -> Any:
-        if device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
 
     def _average(self, values: Tensor) -> None:
         self.num_calls += 1

@@ -11,7 +11,7 @@ waits for that only where a gradient is missing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_taco.data_parallel.quan_grad import part_of_gradient
 from lightning_taco.data_parallel.quantized_gradient import like_parameter, local_part, quantized_gradient
 from lightning_taco.data_parallel.seeds import derived_seed
 from lightning_taco.data_parallel.settings import DataParallelConfig
+from lightning_taco.data_parallel.side_stream import SideStream
 
 BUCKET_BYTES = 25 << 20
 AVERAGED = 5  # part of a seed
@@ -53,7 +54,7 @@ class ReplicatedGradients:
         self._missing: list[tuple[Tensor, Tensor]] = []
         self._has_gradient: dict[Tensor, bool] = {}
         self._num_started = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._side = SideStream()
         self._place_of = {parameter: place for place, parameter in enumerate(self._parameters)}
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
         self._handles: list[RemovableHandle] = [
@@ -79,8 +80,8 @@ class ReplicatedGradients:
         while self._num_started < len(self._buckets):
             self._start_bucket()
         self._agree_on_missing()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._side.stream is not None:
+            torch.cuda.current_stream(self._side.stream.device).wait_stream(self._side.stream)
         self._start_over()
 
     def detach(self) -> None:
@@ -118,7 +119,7 @@ class ReplicatedGradients:
         self._num_started += 1
         if self._num_started == 1:
             self.num_calls += 1
-        with self._beside_backward(local_part(bucket[0]).device):
+        with self._side.beside_backward(local_part(bucket[0]).device):
             flat = torch.cat([self._part(parameter).reshape(-1) for parameter in bucket])
             call = self.num_calls * len(self._buckets) + self._num_started
             average_bucket(flat, self._exchange, self._config, call)
@@ -145,14 +146,14 @@ class ReplicatedGradients:
     def _agree_on_missing(self) -> None:
         """Give the others' mean to parameters without a gradient here; those without one anywhere stay without."""
         device = local_part(self._parameters[0]).device
-        with self._beside_backward(device):
+        with self._side.beside_backward(device):
             flags = [self._has_gradient[parameter] for parameter in self._parameters]
             anywhere = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._exchange.groups.whole)
         if not self._missing:
             return
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._side.stream is not None:
+            self._side.stream.synchronize()
         has_gradient = dict(zip(self._parameters, anywhere.tolist(), strict=True))
         for parameter, values in self._missing:
             if not has_gradient[parameter]:
@@ -166,14 +167,6 @@ class ReplicatedGradients:
     def _seed_after(self, parameter: Tensor) -> int:
         """The same on all ranks, which hold the same mean and are to hold the same bits of it."""
         return derived_seed(self._config.seed, AVERAGED, self.num_calls, self._place_of[parameter])
-
-    def _beside_backward(self, device: torch.device) -> Any:
-        if device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
 
 
 def make_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:

@@ -1,0 +1,34 @@
+"""What all functions of the codec ask of their arguments, and whether they go through kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_taco import _compat
+from lightning_taco.config import CodecConfig
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether kernels can read `tensor`."""
+    return tensor.is_cuda and _compat.has_triton()
+
+
+def require_resolved(codec: CodecConfig) -> None:
+    """Refuse ``element="auto"``."""
+    if codec.element == "auto":
+        raise TypeError("the codec's element is still 'auto'; name one with codec.resolved('e4m3' or 'int8').")
+
+
+def require_value_dtype(what: str, dtype: torch.dtype) -> None:
+    """Refuse what is neither bf16, fp16 nor fp32."""
+    if dtype not in VALUE_DTYPES:
+        raise TypeError(f"{what} have dtype {dtype}; bfloat16, float16 or float32 is needed.")
+
+
+def require_seed(seed: int) -> None:
+    """Refuse a seed that the generator does not take."""
+    if not 0 <= seed < 1 << 62:
+        raise ValueError(f"seed={seed} is out of range; give an integer from 0 to 2^62 - 1.")
