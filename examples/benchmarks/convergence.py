@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the checkpoint, made if missing")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, gone on with if it is there")
-    parser.add_argument("--branches", nargs="+", default=DEFAULT_BRANCHES.split(), help="names, see branches.py")
+    parser.add_argument("--branches", nargs="*", default=DEFAULT_BRANCHES.split(), help="names, see branches.py")
     parser.add_argument("--from_scratch", nargs="*", default=[], help="runs without a checkpoint: taco~0 has seed 0")
     parser.add_argument("--scratch_steps", type=int, default=600, help="of each run from scratch")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="no branch is begun after these seconds")
