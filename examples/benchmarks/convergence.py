@@ -15,6 +15,7 @@ other random numbers.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -85,6 +86,7 @@ def main() -> None:
             f"{result['train_loss'][-1]:.4f}, validation {result['validation_on']:.5f} on, "
             f"{result['validation_off']:.5f} off, {time.perf_counter() - started:.0f} s since the start"
         )
+    study.close()
 
 
 def parse() -> argparse.Namespace:
@@ -189,6 +191,14 @@ class ConvergenceStudy:
         self._set_compression(None)
         self.evaluate_off = self._graphed(self._evaluate)
         self.fabric.print(f"base: step {self.base_step}, validation loss {self._validate(self.evaluate_off):.5f}")
+
+    def close(self) -> None:
+        """Let go of every capture: communicators that a graph still holds keep the process from ending."""
+        self.evaluate_off = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._set_compression(None)
 
     def run_branch(self, chosen: Branch, seed: int | None = None) -> dict[str, Any]:
         """Go on as `chosen` says: from the checkpoint, or from new weights and another order of batches by `seed`."""
