@@ -35,6 +35,15 @@ class AddressedMessages:
         if self.offset_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"offset_bytes={self.offset_bytes} is not a multiple of {ALIGNMENT_BYTES}: align it.")
 
+    @property
+    def num_messages(self) -> int:
+        """S."""
+        return self.addresses.shape[0]
+
+    def new_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor on the device that reads."""
+        return torch.empty(shape, dtype=dtype, device=self.addresses.device)
+
 
 def decode_addressed(messages: AddressedMessages, codec: CodecConfig, out: Tensor) -> Tensor:
     """As `codec.decode`: message r into row r of `out`, ``[S, N]`` or ``[S, segments, L]``."""
@@ -45,16 +54,25 @@ def decode_addressed(messages: AddressedMessages, codec: CodecConfig, out: Tenso
 
 
 def decode_sum_addressed(
-    messages: AddressedMessages, codec: CodecConfig, out: Tensor, *, average: bool = False
+    messages: AddressedMessages,
+    codec: CodecConfig,
+    out: Tensor,
+    *,
+    average: bool = False,
+    factor: float | None = None,
 ) -> Tensor:
     """As `codec.decode_sum`: the sum of all, in their order, into `out` ``[N]``, contiguous."""
     _require(codec, out)
     from lightning_taco.codec import kernels
 
-    num_sources = messages.addresses.shape[0]
-    row, offset_bytes = out.view(1, -1), messages.offset_bytes
     kernels.decode_triton(
-        messages.addresses, codec, row, num_sources=num_sources, average=average, offset_bytes=offset_bytes
+        messages.addresses,
+        codec,
+        out.view(1, -1),
+        num_sources=messages.num_messages,
+        average=average,
+        factor=factor,
+        offset_bytes=messages.offset_bytes,
     )
     return out
 
@@ -67,6 +85,7 @@ def requantize_addressed(
     *,
     average: bool = False,
     seed: int = 0,
+    first_block: int = 0,
 ) -> Tensor:
     """As `codec.requantize`: the message of the sum of all, into `out` ``uint8 [1, message_bytes]``."""
     require_resolved(codec)
@@ -79,7 +98,14 @@ def requantize_addressed(
     from lightning_taco.codec import kernels
 
     return kernels.requantize_triton(
-        messages.addresses, codec, num_values, out, average=average, seed=seed, offset_bytes=messages.offset_bytes
+        messages.addresses,
+        codec,
+        num_values,
+        out,
+        average=average,
+        seed=seed,
+        first_block=first_block,
+        offset_bytes=messages.offset_bytes,
     )
 
 
