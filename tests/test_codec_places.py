@@ -1,4 +1,4 @@
-"""Where values and messages may lie: rows in segments, parts of rows, messages known by their address.
+"""Where values and messages may lie: rows in segments, parts of rows, messages in buffers known by their address.
 
 Each gives the bits that the plain call gives on a copy. Kernels run in Triton's interpreter.
 """
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_taco.codec import addressed, decode, encode, requantize
 from lightning_taco.codec.addressed import AddressedMessages
-from lightning_taco.codec.layout import MessageLayout
+from lightning_taco.codec.layout import MessageLayout, alpha_bytes
 from lightning_taco.codec.reference import (
     decode_reference,
-    decode_sum_reference,
     encode_reference,
     requantize_reference,
 )
@@ -25,6 +24,8 @@ ROWS, SEGMENTS, LENGTH = 2, 3, 128
 NUM_VALUES = SEGMENTS * LENGTH
 STOCHASTIC = CodecConfig(element="int4", block_size=64, rounding="stochastic")
 CODECS = [CodecConfig(element="int8", block_size=64), STOCHASTIC]
+FINE = CodecConfig(element="int6", block_size=64, scale_mode="fine")
+DUAL = CodecConfig(element="e4m3", block_size=64, scale_mode="dual")
 
 interpreter = pytest.mark.interpreter
 
@@ -88,38 +89,51 @@ def test_kernels_read_and_write_segments(codec: CodecConfig) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("offset_bytes", [0, 48])
-def test_kernels_read_messages_by_address(codec: CodecConfig, offset_bytes: int) -> None:
+@pytest.mark.parametrize("codec", [*CODECS, FINE, DUAL], ids=str)
+@pytest.mark.parametrize(("num_rows", "num_buffers", "offset_bytes"), [(1, 3, 48), (2, 2, 0)])
+def test_kernels_write_messages_to_addresses(
+    codec: CodecConfig, num_rows: int, num_buffers: int, offset_bytes: int
+) -> None:
+    """One message to all buffers, or one to each; nothing before and behind it is touched."""
     pytest.importorskip("lightning_taco.codec.kernels")
-    num_values, num_sources = 300, 3
-    messages = encode_reference(sample("gauss", num_sources, num_values), codec, seed=2)
-    buffers = [torch.full((offset_bytes + messages.shape[1] + 32,), 255, dtype=torch.uint8) for _ in messages]
-    for buffer, message in zip(buffers, messages, strict=True):
-        buffer[offset_bytes : offset_bytes + len(message)] = message
+    num_values = 300
+    values = sample("gauss", num_rows, num_values)
+    expected = encode_reference(values, codec, seed=2, first_block=4, row_blocks=9)
+    used = used_bytes(codec, num_values)
+    buffers = [torch.full((offset_bytes + expected.shape[1] + 32,), 255, dtype=torch.uint8) for _ in range(num_buffers)]
     assert all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
-    at = AddressedMessages(torch.tensor([buffer.data_ptr() for buffer in buffers]), offset_bytes)
-    rows = torch.full((num_sources, num_values), math.nan)
-    expected = decode_reference(messages, codec, num_values, torch.float32)
-    assert_same_bits(addressed.decode_addressed(at, codec, rows), expected)
-    total = torch.full((num_values,), math.nan)
-    expected = decode_sum_reference(messages, codec, num_values, torch.float32, average=True)
-    assert_same_bits(addressed.decode_sum_addressed(at, codec, total, average=True), expected)
-    out = torch.zeros(1, messages.shape[1], dtype=torch.uint8)
-    addressed.requantize_addressed(at, codec, num_values, out, seed=8)
-    used = MessageLayout.of(num_values, codec).alpha_offset_bytes
-    assert torch.equal(out[:, :used], requantize_reference(messages, codec, num_values, seed=8)[:, :used])
+    to = AddressedMessages(torch.tensor([buffer.data_ptr() for buffer in buffers]), offset_bytes)
+    addressed.encode_to(to, values, codec, seed=2, first_block=4, row_blocks=9)
+    for place, buffer in enumerate(buffers):
+        row = expected[place * num_rows // num_buffers]
+        assert torch.equal(buffer[offset_bytes : offset_bytes + used], row[:used])
+        assert (buffer[:offset_bytes] == 255).all()
+        assert (buffer[offset_bytes + expected.shape[1] :] == 255).all()
+    if num_rows == 2:
+        addressed.requantize_to(to, expected, codec, num_values, average=True, seed=8, first_block=3)
+        row = requantize_reference(expected, codec, num_values, average=True, seed=8, first_block=3)[0]
+        assert all(torch.equal(buffer[:used], row[:used]) for buffer in buffers)
+
+
+def used_bytes(codec: CodecConfig, num_values: int) -> int:
+    """Of a message, without the padding at its end."""
+    layout = MessageLayout.of(num_values, codec)
+    return layout.alpha_offset_bytes + layout.num_blocks * alpha_bytes(codec)
 
 
 def test_addressed_messages_refuse_what_does_not_fit() -> None:
     addresses = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="offset_bytes=8 is not a multiple of 16: align it"):
         AddressedMessages(addresses, 8)
-    at = AddressedMessages(addresses)
-    with pytest.raises(ValueError, match=r"out is torch.uint8 \(1, 8\); 100 values in .* need uint8 \[1, 144\]"):
-        addressed.requantize_addressed(at, CODECS[0], 100, torch.zeros(1, 8, dtype=torch.uint8))
+    to = AddressedMessages(addresses)
+    with pytest.raises(ValueError, match="2 buffers were given for 3 messages; give as many for each of them"):
+        addressed.encode_to(to, torch.zeros(3, 64), CODECS[0])
+    with pytest.raises(
+        ValueError, match=r"messages are torch.uint8 \(1, 8\); 100 values in .* need uint8 \[sources, 144\]"
+    ):
+        addressed.requantize_to(to, torch.zeros(1, 8, dtype=torch.uint8), CODECS[0], 100)
     with pytest.raises(TypeError, match="float64"):
-        addressed.decode_addressed(at, CODECS[0], torch.zeros(2, 100, dtype=torch.float64))
+        addressed.encode_to(to, torch.zeros(2, 100, dtype=torch.float64), CODECS[0])
 
 
 def test_out_in_segments_refuses_what_does_not_fit() -> None:

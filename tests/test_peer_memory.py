@@ -1,6 +1,6 @@
-"""Exchanges through mapped memory. Ranks are threads here, so that all of them can read each other's addresses.
+"""Exchanges through mapped memory. Ranks are threads here, so that all of them can write to each other's addresses.
 
-The device's barrier is stood in for by one of threads, and Triton's interpreter decodes. The real mapping is in
+The device's barrier is stood in for by one of threads, and Triton's interpreter encodes. The real mapping is in
 `test_multigpu`.
 """
 
@@ -119,7 +119,7 @@ def test_mapped_memory_has_the_bits_of_the_process_group(
         return memory._memory.half_bytes
 
     half_bytes = mapped(world, body)
-    assert set(half_bytes) == {4096 if world == 2 else 1024}, "it has grown to a power of two that holds 2,880 bytes"
+    assert set(half_bytes) == {8192 if world == 2 else 1024}, "a power of two that holds both rows"
 
 
 def test_exchange_takes_mapped_memory_where_there_is_any(mapped: Any) -> None:

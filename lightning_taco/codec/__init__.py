@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco.codec import addressed, reference
-from lightning_taco.codec.addressed import AddressedMessages
+from lightning_taco.codec import reference
 from lightning_taco.codec.checks import VALUE_DTYPES, require_resolved, require_seed, require_value_dtype, uses_triton
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode import accumulate, recode_sum
@@ -21,7 +20,6 @@ from lightning_taco.config import CodecConfig
 
 __all__ = [
     "VALUE_DTYPES",
-    "AddressedMessages",
     "MessageLayout",
     "accumulate",
     "decode",
@@ -91,7 +89,7 @@ def encode(
 
 
 def decode(
-    messages: Tensor | AddressedMessages,
+    messages: Tensor,
     codec: CodecConfig,
     num_values: int,
     dtype: torch.dtype,
@@ -101,7 +99,7 @@ def decode(
     """Decode each row of `messages`.
 
     Args:
-        messages: ``uint8 [R, message_bytes]``, contiguous; or R of them, by their address.
+        messages: ``uint8 [R, message_bytes]``, contiguous.
         codec: the one that encoded them.
         num_values: N, values in each message.
         dtype: bf16, fp16 or fp32; sums and scales are fp32 whatever it is.
@@ -116,9 +114,6 @@ def decode(
 
     Cost: reads the messages once, writes the values once; one launch.
     """
-    if isinstance(messages, AddressedMessages):
-        rows = (messages.num_messages, num_values)
-        return addressed.decode_addressed(messages, codec, messages.new_empty(rows, dtype) if out is None else out)
     _require_messages(messages, codec, num_values)
     require_value_dtype("decoded values", dtype)
     _require_rows_out(out, (messages.shape[0], num_values), dtype, messages, codec)
@@ -133,7 +128,7 @@ def decode(
 
 
 def decode_sum(
-    messages: Tensor | AddressedMessages,
+    messages: Tensor,
     codec: CodecConfig,
     num_values: int,
     dtype: torch.dtype,
@@ -145,7 +140,7 @@ def decode_sum(
     """Decode the rows of `messages` and add them in fp32, in row order.
 
     Args:
-        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order; or by their address.
+        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order.
         codec: the one that encoded them.
         num_values: N, values in each message.
         dtype: of the result.
@@ -165,9 +160,6 @@ def decode_sum(
     """
     if average and factor is not None:
         raise ValueError(f"average=True and factor={factor} were both given; give one of them.")
-    if isinstance(messages, AddressedMessages):
-        out = messages.new_empty((num_values,), dtype) if out is None else out
-        return addressed.decode_sum_addressed(messages, codec, out, average=average, factor=factor)
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
     require_value_dtype("decoded values", dtype)
@@ -185,7 +177,7 @@ def decode_sum(
 
 
 def requantize(
-    messages: Tensor | AddressedMessages,
+    messages: Tensor,
     codec: CodecConfig,
     num_values: int,
     *,
@@ -197,7 +189,7 @@ def requantize(
     """The message of the sum of `messages`: decode, add in fp32 in row order, quantise; all in the rotated domain.
 
     Args:
-        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order; or by their address.
+        messages: ``uint8 [S, message_bytes]``, one from each source rank, in rank order.
         codec: the one that encoded them, and that encodes the sum.
         num_values: N, values in each message.
         average: multiply the sum by 1/S, in fp32.
@@ -217,12 +209,6 @@ def requantize(
     Source: the middle step of TACO's two-shot all-reduce; the rotation is linear and common to all ranks, so the sum
     may stay rotated, which saves the paper's inverse and second rotation.
     """
-    if isinstance(messages, AddressedMessages):
-        if out is None:
-            out = messages.new_empty((1, MessageLayout.of(num_values, codec).message_bytes), torch.uint8)
-        return addressed.requantize_addressed(
-            messages, codec, num_values, out, average=average, seed=seed, first_block=first_block
-        )
     _require_messages(messages, codec, num_values)
     _require_sources(messages)
     require_seed(seed)

@@ -1,7 +1,8 @@
-"""Messages that lie in buffers of their own, other devices' memory among them: decoded where they are.
+"""Messages that are written to buffers known by their address, other devices' memory among them.
 
-The kernels read them by their addresses, so that fetching and decoding are one pass: what crosses the link is read
-once, and nothing is written in between. Only with Triton, since torch knows no tensor by its address.
+So a message is sent while it is made: the kernel that encodes stores each tile in every buffer that is to have it, and
+nothing is copied afterwards. Stores over a link are whole lines, which loads of a kernel that decodes are not. Only
+with Triton, since torch knows no tensor by its address.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from lightning_taco.config import CodecConfig
 
 @dataclass(frozen=True)
 class AddressedMessages:
-    """One message in each of several buffers, at the same place of each.
+    """Where messages are to be written: the same place of each of several buffers.
 
     Args:
-        addresses: ``int64 [S]`` on the device that reads: where the buffers begin, multiples of 16.
-        offset_bytes: of the message in its buffer, a multiple of 16.
+        addresses: ``int64 [R * copies]`` on the device that writes: where the buffers begin, multiples of 16. As many
+            for each row as it is to have copies, those of the first row first.
+        offset_bytes: of a message in its buffer, a multiple of 16.
 
     Raises:
         ValueError: for an offset that is no multiple of 16.
@@ -35,80 +37,71 @@ class AddressedMessages:
         if self.offset_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"offset_bytes={self.offset_bytes} is not a multiple of {ALIGNMENT_BYTES}: align it.")
 
-    @property
-    def num_messages(self) -> int:
-        """S."""
-        return self.addresses.shape[0]
 
-    def new_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor on the device that reads."""
-        return torch.empty(shape, dtype=dtype, device=self.addresses.device)
-
-
-def decode_addressed(messages: AddressedMessages, codec: CodecConfig, out: Tensor) -> Tensor:
-    """As `codec.decode`: message r into row r of `out`, ``[S, N]`` or ``[S, segments, L]``."""
-    _require(codec, out)
-    from lightning_taco.codec import kernels
-
-    return kernels.decode_triton(messages.addresses, codec, out, offset_bytes=messages.offset_bytes)
-
-
-def decode_sum_addressed(
-    messages: AddressedMessages,
+def encode_to(
+    out: AddressedMessages,
+    values: Tensor,
     codec: CodecConfig,
-    out: Tensor,
     *,
-    average: bool = False,
-    factor: float | None = None,
-) -> Tensor:
-    """As `codec.decode_sum`: the sum of all, in their order, into `out` ``[N]``, contiguous."""
-    _require(codec, out)
+    seed: int = 0,
+    first_block: int = 0,
+    row_blocks: int | None = None,
+) -> AddressedMessages:
+    """As `codec.encode`, into `out`.
+
+    Raises:
+        TypeError: for another dtype, or an element that is still ``"auto"``.
+        ValueError: for buffers that the rows cannot share out evenly, or a seed out of range.
+    """
+    require_resolved(codec)
+    require_value_dtype("values", values.dtype)
+    require_seed(seed)
+    num_buffers, num_rows = out.addresses.shape[0], values.shape[0]
+    if num_rows == 0 or num_buffers % num_rows:
+        raise ValueError(f"{num_buffers} buffers were given for {num_rows} messages; give as many for each of them.")
     from lightning_taco.codec import kernels
 
-    kernels.decode_triton(
-        messages.addresses,
-        codec,
-        out.view(1, -1),
-        num_sources=messages.num_messages,
-        average=average,
-        factor=factor,
-        offset_bytes=messages.offset_bytes,
-    )
+    if values.stride(-1) != 1:
+        values = values.contiguous()
+    numbering = (seed, first_block, row_blocks)
+    kernels.encode_triton(values, codec, out.addresses, *numbering, offset_bytes=out.offset_bytes)
     return out
 
 
-def requantize_addressed(
-    messages: AddressedMessages,
+def requantize_to(
+    out: AddressedMessages,
+    messages: Tensor,
     codec: CodecConfig,
     num_values: int,
-    out: Tensor,
     *,
     average: bool = False,
     seed: int = 0,
     first_block: int = 0,
-) -> Tensor:
-    """As `codec.requantize`: the message of the sum of all, into `out` ``uint8 [1, message_bytes]``."""
+) -> AddressedMessages:
+    """As `codec.requantize`, into each buffer of `out`.
+
+    Raises:
+        TypeError: for an element that is still ``"auto"``.
+        ValueError: for messages that do not fit, or a seed out of range.
+    """
     require_resolved(codec)
     require_seed(seed)
     message_bytes = MessageLayout.of(num_values, codec).message_bytes
-    if out.dtype != torch.uint8 or out.shape != (1, message_bytes) or not out.is_contiguous():
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}; {num_values} values in {codec} need uint8 [1, {message_bytes}]."
+            f"messages are {messages.dtype} {tuple(messages.shape)}; {num_values} values in {codec} need uint8 "
+            f"[sources, {message_bytes}]."
         )
     from lightning_taco.codec import kernels
 
-    return kernels.requantize_triton(
-        messages.addresses,
+    kernels.requantize_triton(
+        messages,
         codec,
         num_values,
-        out,
+        out.addresses,
         average=average,
         seed=seed,
         first_block=first_block,
-        offset_bytes=messages.offset_bytes,
+        offset_bytes=out.offset_bytes,
     )
-
-
-def _require(codec: CodecConfig, out: Tensor) -> None:
-    require_resolved(codec)
-    require_value_dtype("decoded values", out.dtype)
+    return out

@@ -201,38 +201,73 @@ def store_message(
     C: tl.constexpr,
 ):
     """Quantise the tile, and write its codes and scales."""
+    codes, scale_inv, alpha = quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C)
+    _write(codes, scale_inv, alpha, message, blocks, num_blocks, C)
+
+
+@triton.jit
+def quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C: tl.constexpr):
+    """The codes of the tile, parts of [tile, width], and scale_inv and alpha, fp32 [tile], as a message holds them."""
     PARTS: tl.constexpr = C.parts
     scale, scale_inv, finite, usable = _scales(parts, C)
-    valid = blocks < num_blocks
     noise = ()
     if C.is_stochastic:
         noise = random_parts(first_block + blocks, seed_low, seed_high, C)
     codes = ()
     for part in tl.static_range(PARTS):
-        quantized = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
-        if C.is_stochastic:
-            codes = codes + (to_code(quantized, noise[part], C),)
+        values = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
+        if C.is_stochastic:  # noqa: SIM108  noise is empty otherwise
+            codes = codes + (to_code(values, noise[part], C),)
         else:
-            codes = codes + (to_code(quantized, 0, C),)
-    store_codes(message, codes, blocks, valid, num_blocks, C)
+            codes = codes + (to_code(values, 0, C),)
     if C.is_fine:
         # Chosen anew: of a product with NaN devices make NaNs of other bits.
         scale_inv = tl.where(finite, scale_inv * power, float("nan"))
-    tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
-    if C.is_dual:
-        flat_alpha = tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)
-        tl.store(_alpha_pointers(message, blocks, num_blocks, C), flat_alpha, mask=valid)
+    return codes, scale_inv, tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)
 
 
 @triton.jit
-def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_low, seed_high, C: tl.constexpr):
-    """Equalise and rotate the values as they are to be sent, and store them."""
+def _write(codes, scale_inv, alpha, message, blocks, num_blocks, C: tl.constexpr):
+    valid = blocks < num_blocks
+    store_codes(message, codes, blocks, valid, num_blocks, C)
+    tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
+    if C.is_dual:
+        tl.store(_alpha_pointers(message, blocks, num_blocks, C), alpha, mask=valid)
+
+
+@triton.jit
+def _store_copies(
+    parts,
+    alpha,
+    messages,  # uint8, or int64: addresses
+    row,
+    offset_bytes,
+    blocks,
+    first_block,
+    num_blocks,
+    seed_low,
+    seed_high,
+    NUM_COPIES: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Quantise the tile, in the domain that is quantised or, for fine scales, before it, and write each copy of it."""
+    factors = ()
+    power = tl.full([C.tile], 1.0, tl.float32)
+    if C.is_fine:
+        parts, factors, exponent = _equalize(parts, C)
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+    codes, scale_inv, alpha = quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C)
+    for copy in tl.static_range(NUM_COPIES):
+        message = _message_at(messages, row * NUM_COPIES + copy, offset_bytes, num_blocks, C)
+        _write(codes, scale_inv, alpha, message, blocks, num_blocks, C)
+        if C.is_fine:
+            _write_factors(factors, message, blocks, num_blocks, C)
+
+
+@triton.jit
+def _write_factors(factor_bits, message, blocks, num_blocks, C: tl.constexpr):
     SUB_BLOCKS: tl.constexpr = C.block_size // _SUB_BLOCK
-    equalized, factor_bits, exponent = _equalize(parts, C)
-    rotated = hadamard(scaled(equalized, 1.0 / C.block_size, C), C)
-    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-    power = (exponent << 23).to(tl.float32, bitcast=True)
-    store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
     for sub_block in tl.static_range(SUB_BLOCKS):
         pointers = _factor_pointers(message, blocks, num_blocks, sub_block, C)
         factor = (factor_bits[sub_block] - _FINE_LOWEST).to(tl.uint8)
@@ -264,7 +299,7 @@ def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
 
 @triton.jit
 def _message_at(messages, index, offset_bytes, num_blocks, C: tl.constexpr):
-    """Pointer to message `index`: of those that follow each other, or, at `offset_bytes`, of a table of addresses."""
+    """Where to write message `index`: behind those before it, or, at `offset_bytes`, in the buffer of a table."""
     if messages.dtype.element_ty == tl.int64:
         address = tl.multiple_of(tl.load(messages + index) + tl.cast(offset_bytes, tl.int64), 16)
         return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
@@ -276,7 +311,6 @@ def _message_at(messages, index, offset_bytes, num_blocks, C: tl.constexpr):
 def _sum(
     messages,
     first,  # the first of them
-    offset_bytes,
     blocks,
     num_blocks,
     factor,
@@ -284,9 +318,10 @@ def _sum(
     AVERAGE: tl.constexpr,
     C: tl.constexpr,
 ):
-    total = load_blocks(_message_at(messages, first, offset_bytes, num_blocks, C), blocks, num_blocks, C)
-    for source in range(1, NUM_SOURCES):
-        message = _message_at(messages, first + source, offset_bytes, num_blocks, C)
+    message = messages + first * _message_bytes(num_blocks, C)
+    total = load_blocks(message, blocks, num_blocks, C)
+    for _ in range(1, NUM_SOURCES):
+        message += _message_bytes(num_blocks, C)
         total = added(total, load_blocks(message, blocks, num_blocks, C), C)
     if AVERAGE:
         total = scaled(total, factor, C)
@@ -305,15 +340,17 @@ def _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED: t
 @triton.jit(do_not_specialize=[*SEEDS, *NUMBERING])
 def encode_kernel(
     values_ptr,
-    messages_ptr,
+    messages_ptr,  # uint8, or int64: addresses, NUM_COPIES for each row
     num_values,
     row_stride,
     segment,
     segment_stride,
+    offset_bytes,
     seed_low,
     seed_high,
     first_block,
     row_blocks,
+    NUM_COPIES: tl.constexpr,
     SEGMENTED: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -329,29 +366,26 @@ def encode_kernel(
         mask = blocks[:, None] * C.block_size + within < num_values
         values = tl.load(values_ptr + places + within, mask=mask, other=0.0)
         parts = parts + (values.to(tl.float32),)
-    message = messages_ptr + row * _message_bytes(num_blocks, C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    if C.is_dual:
+        alpha = _alpha(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)
+        parts = scaled(parts, alpha, C)
+    if C.is_rotated and not C.is_fine:
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
     number = tl.cast(first_block, tl.int64) + row * row_blocks
-    if C.is_fine:
-        _store_fine_message(parts, message, blocks, number, num_blocks, seed_low, seed_high, C)
-    else:
-        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-        if C.is_dual:
-            alpha = _alpha(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)
-            parts = scaled(parts, alpha, C)
-        if C.is_rotated:
-            parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-        store_message(parts, alpha, 1.0, message, blocks, number, num_blocks, seed_low, seed_high, C)
+    _store_copies(
+        parts, alpha, messages_ptr, row, offset_bytes, blocks, number, num_blocks, seed_low, seed_high, NUM_COPIES, C
+    )
 
 
 @triton.jit
 def decode_kernel(
-    messages_ptr,  # uint8, or int64: addresses
+    messages_ptr,
     values_ptr,
     num_values,
     row_stride,
     segment,
     segment_stride,
-    offset_bytes,
     factor,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
@@ -363,8 +397,7 @@ def decode_kernel(
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    first = row * NUM_SOURCES
-    total = _sum(messages_ptr, first, offset_bytes, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    total = _sum(messages_ptr, row * NUM_SOURCES, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
         total = hadamard(total, C)
     rounded = ()
@@ -378,14 +411,15 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=[*SEEDS, *NUMBERING])
 def requantize_kernel(
-    messages_ptr,  # uint8, or int64: addresses
-    message_ptr,
+    messages_ptr,
+    message_ptr,  # uint8, or int64: addresses
     num_values,
     offset_bytes,
     factor,
     seed_low,
     seed_high,
     first_block,
+    NUM_COPIES: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
     C: tl.constexpr,
@@ -393,35 +427,41 @@ def requantize_kernel(
     """NUM_SOURCES messages -> the message of their sum; the values stay rotated throughout, but for fine scales."""
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    total = _sum(messages_ptr, 0, offset_bytes, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
-    if C.is_fine:
-        _store_fine_message(total, message_ptr, blocks, first_block, num_blocks, seed_low, seed_high, C)
-    else:
-        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-        if C.is_dual:
-            alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
-            total = scaled(total, alpha, C)
-        store_message(total, alpha, 1.0, message_ptr, blocks, first_block, num_blocks, seed_low, seed_high, C)
+    total = _sum(messages_ptr, 0, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    if C.is_dual:
+        alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
+        total = scaled(total, alpha, C)
+    number = tl.cast(first_block, tl.int64)
+    _store_copies(
+        total, alpha, message_ptr, 0, offset_bytes, blocks, number, num_blocks, seed_low, seed_high, NUM_COPIES, C
+    )
 
 
 def encode_triton(
     values: Tensor,
     codec: CodecConfig,
     messages: Tensor,
-    *,
     seed: int = 0,
     first_block: int = 0,
     row_blocks: int | None = None,
+    *,
+    offset_bytes: int = 0,
 ) -> Tensor:
-    """`encode_reference` in one launch; `values` ``[R, N]`` or ``[R, segments, L]``, into `messages`."""
+    """`encode_reference` in one launch; `values` ``[R, N]`` or ``[R, segments, L]``.
+
+    `messages` is ``uint8 [R, message_bytes]``, or ``int64 [R * copies]``: addresses of buffers, to each of which its
+    row's message is written, `offset_bytes` from its start.
+    """
     num_rows, num_values = values.shape[0], values.shape[1:].numel()
     if num_values and num_rows:
         constants = constants_of(codec, values.device)
         if row_blocks is None:
             row_blocks = -(-num_values // constants.block_size)
         places, is_segmented = _places(values)
-        arguments = (values, messages, num_values, *places, *seed_halves(seed), first_block, row_blocks)
-        launch(encode_kernel, grid_of(num_values, constants, num_rows), arguments, (is_segmented, constants))
+        arguments = (values, messages, num_values, *places, offset_bytes, *seed_halves(seed), first_block, row_blocks)
+        fixed = (messages.shape[0] // num_rows, is_segmented, constants)
+        launch(encode_kernel, grid_of(num_values, constants, num_rows), arguments, fixed)
     return messages
 
 
@@ -433,19 +473,14 @@ def decode_triton(
     num_sources: int = 1,
     average: bool = False,
     factor: float | None = None,
-    offset_bytes: int = 0,
 ) -> Tensor:
-    """Decode and sum each `num_sources` messages into a row of `values` ``[R, N]`` or ``[R, segments, L]``; one launch.
-
-    `messages` is ``uint8``, one behind the other, or ``int64``: the addresses of buffers that hold each its message,
-    `offset_bytes` from its start.
-    """
+    """Decode and sum each `num_sources` messages into a row of `values`, ``[R, N]`` or ``[R, segments, L]``."""
     factor = 1.0 / num_sources if average else factor
     num_rows, num_values = values.shape[0], values.shape[1:].numel()
     if num_values and num_rows:
         constants = constants_of(codec, values.device)
         places, is_segmented = _places(values)
-        arguments = (messages, values, num_values, *places, offset_bytes, 1.0 if factor is None else factor)
+        arguments = (messages, values, num_values, *places, 1.0 if factor is None else factor)
         fixed = (num_sources, factor is not None, is_segmented, constants)
         launch(decode_kernel, grid_of(num_values, constants, num_rows), arguments, fixed)
     return values
@@ -462,11 +497,12 @@ def requantize_triton(
     first_block: int = 0,
     offset_bytes: int = 0,
 ) -> Tensor:
-    """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``; `messages` as in `decode`."""
+    """`requantize_reference` in one launch, into `message`, ``uint8 [1, message_bytes]`` or addresses as above."""
     if num_values:
         constants, num_sources = constants_of(codec, messages.device), messages.shape[0]
         arguments = (messages, message, num_values, offset_bytes, 1.0 / num_sources, *seed_halves(seed), first_block)
-        launch(requantize_kernel, grid_of(num_values, constants, 1), arguments, (num_sources, average, constants))
+        fixed = (message.shape[0], num_sources, average, constants)
+        launch(requantize_kernel, grid_of(num_values, constants, 1), arguments, fixed)
     return message
 
 

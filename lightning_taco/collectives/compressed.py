@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taco import codec as codecs
+from lightning_taco.codec import addressed
 from lightning_taco.codec.checks import require_resolved
 from lightning_taco.collectives import rows as row_views
 from lightning_taco.collectives.timing import timed, timed_transport
 from lightning_taco.collectives.traffic import chunk_values
-from lightning_taco.collectives.transport import ProcessGroupTransport, Transport
+from lightning_taco.collectives.transport import Messages, ProcessGroupTransport, Transport
 from lightning_taco.config import CodecConfig
 
 ReduceOp = Literal["sum", "avg"]
@@ -35,6 +36,8 @@ encode = timed("codec", codecs.encode)
 decode = timed("codec", codecs.decode)
 decode_sum = timed("codec", codecs.decode_sum)
 requantize = timed("codec", codecs.requantize)
+encode_to = timed("codec", addressed.encode_to)
+requantize_to = timed("codec", addressed.requantize_to)
 
 
 def all_reduce(
@@ -113,9 +116,15 @@ def _two_shot(
     ]
     own_seed, gathered = _rank_seed(seed, num_ranks + transport.rank), []
     for (start, stop), messages in zip(cuts, scattered, strict=True):
-        received, place = messages.wait(), {"seed": own_seed, "first_block": start // codec.block_size}
-        out = transport.message_buffer(1, codecs.MessageLayout.of(stop - start, codec).message_bytes)
-        own_sum = requantize(received, codec, stop - start, average=average, out=out, **place)
+        received, first_block = messages.wait(), start // codec.block_size
+        out = transport.message_buffer(1, received.shape[1])
+        own_sum: Messages
+        if out is None:
+            own_sum = requantize(received, codec, stop - start, average=average, seed=own_seed, first_block=first_block)
+        else:
+            own_sum = requantize_to(
+                out, received, codec, stop - start, average=average, seed=own_seed, first_block=first_block
+            )
         gathered.append(transport.start_all_gather(own_sum, is_sliced))
     total = values.new_empty(num_ranks, chunk)
     for (start, stop), sums in zip(cuts, gathered, strict=True):
@@ -281,16 +290,18 @@ def all_to_all(
 
 def _encoded(
     rows: Tensor, cuts: list[tuple[int, int]], codec: CodecConfig, transport: Transport, seed: int
-) -> Iterator[Tensor]:
+) -> Iterator[Messages]:
     """The messages of each slice of `rows`, encoded when they are asked for."""
     require_resolved(codec)
     own_seed, row_blocks = _rank_seed(seed, transport.rank), -(-rows.shape[1:].numel() // codec.block_size)
     for start, stop in cuts:
         values = row_views.part(rows, start, stop)
         out = transport.message_buffer(rows.shape[0], codecs.MessageLayout.of(stop - start, codec).message_bytes)
-        yield encode(
-            values, codec, seed=own_seed, first_block=start // codec.block_size, row_blocks=row_blocks, out=out
-        )
+        first_block = start // codec.block_size
+        if out is None:
+            yield encode(values, codec, seed=own_seed, first_block=first_block, row_blocks=row_blocks)
+        else:
+            yield encode_to(out, values, codec, seed=own_seed, first_block=first_block, row_blocks=row_blocks)
 
 
 def _transport(group: Group) -> Transport:

@@ -1,9 +1,10 @@
-"""Messages through memory that the GPUs of one host share over NVLink: kernels read a peer's message where it lies.
+"""Messages through memory that the GPUs of one host share over NVLink: who encodes writes into the peers' memory.
 
-A rank encodes into its own part, all ranks meet at a barrier on the device, and each decodes the messages of all by
-their address: what NCCL does in a copy, a kernel and a copy is one read. Multicast is not used.
+The kernel that makes a message stores it in the memory of every rank that is to have it; all ranks meet at a barrier on
+the device; each decodes what has come into its own. What NCCL does in a kernel of its own is part of the first one.
+Multicast is not used.
 
-Two halves of the part take turns. A message may overwrite the last but one: who meets for a message has read the one
+Two halves of the memory take turns. A message may overwrite the last but one: who meets for a message has read the one
 before, since all of it happens in the order of one stream. A captured graph does not know which half was the last, so
 from the first capture on there is a barrier before each message too.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from lightning_taco import _compat
 from lightning_taco.codec.addressed import AddressedMessages
 from lightning_taco.codec.layout import ALIGNMENT_BYTES
-from lightning_taco.collectives.transport import Pending
+from lightning_taco.collectives.transport import Arriving, Messages, Pending
 
 FIRST_BYTES = 1 << 20
 TIMEOUT_MS = 600_000
@@ -72,13 +73,13 @@ class PeerMemory:
             return None, f"the GPUs cannot map each other's memory ({error})"
         return cls(group, device, mapped), ""
 
-    def message_buffer(self, num_rows: int, message_bytes: int) -> Tensor:
-        """Where this rank's next message is to be written, ``uint8 [num_rows, message_bytes]``.
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages:
+        """Where this rank's next messages are to be written: one in the memory of all ranks, or one in that of each.
 
         Raises:
             RuntimeError: while a graph is captured, for a message larger than all before.
         """
-        num_bytes = num_rows * message_bytes
+        num_bytes = self.group.size() * message_bytes
         is_capturing = torch.cuda.is_current_stream_capturing()
         if num_bytes > self._memory.half_bytes:
             self._grow(num_bytes, is_capturing)
@@ -86,13 +87,13 @@ class PeerMemory:
         if self._was_captured:
             self._memory.meet()
         self._turn = 1 - self._turn
-        start = self._turn * self._memory.half_bytes
-        return self._memory.own[start : start + num_bytes].view(num_rows, message_bytes)
+        return AddressedMessages(self._memory.addresses[self._turn], self.group.rank() * message_bytes)
 
-    def meet(self, offset_bytes: int = 0) -> AddressedMessages:
-        """The messages of all ranks, `offset_bytes` within their buffers, once all have written them."""
+    def received(self, message_bytes: int) -> Tensor:
+        """What all ranks have written for this one, ``uint8 [P, message_bytes]``, once they have."""
         self._memory.meet()
-        return AddressedMessages(self._memory.addresses[self._turn], offset_bytes)
+        start = self._turn * self._memory.half_bytes
+        return self._memory.own[start : start + self.group.size() * message_bytes].view(-1, message_bytes)
 
     def close(self) -> None:
         """Give the memory back once no rank reads it any more. All ranks call it.
@@ -141,41 +142,31 @@ class _Mapped:
         self.handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
 
-@dataclass(frozen=True)
 class PeerTransport:
-    """`Transport` over `PeerMemory`: what arrives is where the peers have written it."""
+    """`Transport` over `PeerMemory`: messages are where they are to go as soon as they are encoded.
 
-    memory: PeerMemory
+    Args:
+        memory: of this rank.
+    """
 
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return self.memory.group.rank()
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
+        self.rank = memory.group.rank()
+        self.world_size = memory.group.size()
+        self._message_bytes = 0
 
-    @property
-    def world_size(self) -> int:
-        """Ranks in the group."""
-        return self.memory.group.size()
-
-    def message_buffer(self, num_rows: int, message_bytes: int) -> Tensor:
-        """The half whose turn it is."""
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages:
+        """In the half whose turn it is."""
+        self._message_bytes = message_bytes
         return self.memory.message_buffer(num_rows, message_bytes)
 
-    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
-        """As in `Transport`: of each peer's messages that for this rank."""
-        return _Met(self.memory.meet(self.rank * messages.shape[1]))
-
-    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
-        return _Met(self.memory.meet())
+        return Arriving(self.memory.received(self._message_bytes), None)
 
-
-@dataclass(frozen=True)
-class _Met:
-    messages: AddressedMessages
-
-    def wait(self) -> AddressedMessages:
-        return self.messages
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
+        """As in `Transport`."""
+        return Arriving(self.memory.received(self._message_bytes), None)
 
 
 def _reason_against(device: torch.device) -> str | None:

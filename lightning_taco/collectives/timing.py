@@ -15,6 +15,7 @@ from typing import Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_taco.codec.addressed import AddressedMessages
 from lightning_taco.collectives.transport import Messages, Pending, Transport
 
 Part = Literal["codec", "communication", "aside"]
@@ -162,13 +163,13 @@ class _TimedTransport:
     def world_size(self) -> int:
         return self.transport.world_size
 
-    def message_buffer(self, num_rows: int, message_bytes: int) -> Tensor | None:
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
         return self.transport.message_buffer(num_rows, message_bytes)
 
-    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         return _TimedPending(timed("communication", self.transport.start_all_to_all)(messages, is_async))
 
-    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
         return _TimedPending(timed("communication", self.transport.start_all_gather)(message, is_async))
 
 
@@ -176,7 +177,7 @@ class _TimedTransport:
 class _TimedPending:
     pending: Pending
 
-    def wait(self) -> Messages:
+    def wait(self) -> Tensor:
         return timed("communication", self.pending.wait)()
 
 

@@ -13,12 +13,13 @@ from lightning_taco import _compat
 from lightning_taco.codec.addressed import AddressedMessages
 
 Messages = Tensor | AddressedMessages
+"""Rows of bytes, or where they have been written."""
 
 
 class Pending(Protocol):
     """Messages that are on their way."""
 
-    def wait(self) -> Messages:
+    def wait(self) -> Tensor:
         """Them, once the current stream has them."""
         ...
 
@@ -36,18 +37,18 @@ class Transport(Protocol):
         """Ranks in the group."""
         ...
 
-    def message_buffer(self, num_rows: int, message_bytes: int) -> Tensor | None:
-        """Where messages are to be written that are sent next, ``[num_rows, message_bytes]``; ``None`` for anywhere."""
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
+        """Where messages are to be written that are sent next, one to all or one to each; ``None`` for anywhere."""
         ...
 
-    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         """Send row p of ``[P, M]`` to rank p; row p of what arrives came from rank p.
 
         With `is_async` the current stream does not wait for it before `Pending.wait`.
         """
         ...
 
-    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
         """Send ``[1, M]`` to every rank; ``[P, M]`` arrives, in rank order, the own message among them."""
         ...
 
@@ -96,8 +97,9 @@ class ProcessGroupTransport:
     def message_buffer(self, num_rows: int, message_bytes: int) -> None:
         """Anywhere."""
 
-    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
+        assert isinstance(messages, Tensor)
         received = torch.empty_like(messages)
         if self.pairs_gather and self.world_size == 2:
             others = messages.narrow(0, 1 - self.rank, 1)
@@ -105,8 +107,9 @@ class ProcessGroupTransport:
             return _Swapped(received, work, messages, self.rank)
         return Arriving(received, dist.all_to_all_single(received, messages, group=self.group, async_op=is_async))
 
-    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
+        assert isinstance(message, Tensor)
         received = message.new_empty(self.world_size, message.shape[1])
         return Arriving(received, _compat.all_gather_single(received, message, group=self.group, async_op=is_async))
 
