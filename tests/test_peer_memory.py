@@ -95,7 +95,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int, dis
 def test_mapped_memory_has_the_bits_of_the_process_group(
     world: int, steps: list[tuple[CodecConfig, int]], mapped: Any
 ) -> None:
-    """Exchanges after one another, over two halves that grow: a half that was reused too early would show."""
+    """Exchanges after one another, over regions that grow: one that was reused too early would show."""
 
     def body(rank: int, group: dist.ProcessGroup) -> int:
         memory, reason = PeerMemory.open(group, CPU)
@@ -105,8 +105,9 @@ def test_mapped_memory_has_the_bits_of_the_process_group(
             mine = sample("student_t3", rows, 32 * world).roll(rank) * (1 + step)
 
             def results(by: Any, mine: Tensor = mine, codec: CodecConfig = codec, step: int = step) -> list[Tensor]:
+                slices = {"num_slices": 1 if by is group else 2}
                 found = [
-                    all_reduce(mine, codec, by, op="avg", seed=step),
+                    all_reduce(mine, codec, by, op="avg", seed=step, **slices),
                     reduce_scatter(mine, codec, by, dim=1, seed=step),
                 ]
                 if world == 2:
@@ -116,10 +117,10 @@ def test_mapped_memory_has_the_bits_of_the_process_group(
 
             for ours, others in zip(results(PeerTransport(memory)), results(group), strict=True):
                 assert_same_bits(ours, others)
-        return memory._memory.half_bytes
+        return memory._memory.region_bytes
 
-    half_bytes = mapped(world, body)
-    assert set(half_bytes) == {8192 if world == 2 else 1024}, "a power of two that holds both rows"
+    region_bytes = mapped(world, body)
+    assert set(region_bytes) == {6144 if world == 2 else 1024}, "whole KiB that hold all rows"
 
 
 def test_exchange_takes_mapped_memory_where_there_is_any(mapped: Any) -> None:
@@ -217,7 +218,7 @@ def test_memory_is_kept_when_a_rank_does_not_come() -> None:
 
 
 def test_peer_memory_is_an_algorithm_where_there_is_any() -> None:
-    assert algorithms_of("all_reduce", 2, has_peer_memory=True) == ("one_shot", "peer_memory")
+    assert algorithms_of("all_reduce", 2, has_peer_memory=True) == ("one_shot", "peer_memory", "peer_memory/2")
 
 
 def test_transport_refuses_what_it_does_not_know() -> None:

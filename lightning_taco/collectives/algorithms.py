@@ -8,17 +8,19 @@ from torch import Tensor
 from lightning_taco.collectives import hierarchy
 from lightning_taco.collectives.compressed import all_gather, all_reduce, all_to_all, reduce_scatter
 from lightning_taco.collectives.hierarchy import Hierarchy
-from lightning_taco.collectives.peer_memory import PeerMemory, PeerTransport
+from lightning_taco.collectives.peer_memory import MAX_SLICES, PeerMemory, PeerTransport
 from lightning_taco.collectives.traffic import Kind, compressed_sent_bytes
 from lightning_taco.collectives.transport import ProcessGroupTransport
 from lightning_taco.config import CodecConfig
 
 Algorithm = str
 """``"one_shot"``, ``"two_shot"``, ``"all_to_all"`` or ``"all_gather"``, each also in slices (``"one_shot/4"``);
-``"hierarchical"``; ``"peer_memory"``."""
+``"hierarchical"``; ``"peer_memory"``, also in two slices."""
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 NUM_SLICES = (2, 4)
 PEER_MEMORY = "peer_memory"
+SLICED_BYTES = 1 << 25
+"""Of a tensor that goes through mapped memory in slices unless sizes were measured: there the host keeps ahead."""
 
 
 def algorithms_of(
@@ -49,7 +51,8 @@ def algorithms_of(
     whole = _whole(kind, num_ranks)
     sliced = tuple(f"{algorithm}/{number}" for algorithm in whole for number in NUM_SLICES if overlaps)
     hierarchical = ("hierarchical",) if spans_hosts and kind != "all_to_all" else ()
-    return (*whole, *sliced, *hierarchical, *((PEER_MEMORY,) if has_peer_memory else ()))
+    mapped = (PEER_MEMORY, f"{PEER_MEMORY}/{MAX_SLICES}") if has_peer_memory else ()
+    return (*whole, *sliced, *hierarchical, *mapped)
 
 
 def overlaps(group: dist.ProcessGroup) -> bool:
@@ -99,12 +102,15 @@ def exchange(
         if ranks is not None and hierarchy.fits(kind, tensor.shape, dim, ranks.num_ranks):
             return _hierarchical(kind, tensor, codec, ranks, op, dim, seed)
         algorithm = None
-    if memory is not None and algorithm in (None, PEER_MEMORY):
-        by: PeerTransport | ProcessGroupTransport = PeerTransport(memory)
-        base, num_slices = "", 1
+    if algorithm is None and memory is not None:
+        is_large = tensor.numel() * tensor.element_size() >= SLICED_BYTES
+        algorithm = f"{PEER_MEMORY}/{MAX_SLICES}" if is_large else PEER_MEMORY
+    base, _, number = (algorithm or "").partition("/")
+    num_slices = int(number or 1)
+    by: PeerTransport | ProcessGroupTransport
+    if memory is not None and base == PEER_MEMORY:
+        by = PeerTransport(memory)
     else:
-        base, _, number = (algorithm or "").partition("/")
-        num_slices = int(number or 1)
         by = ProcessGroupTransport(group, pairs_gather=base == "all_gather" and kind != "all_gather")
     if kind == "all_reduce":
         one_shot = base == "one_shot" if base in ("one_shot", "two_shot") else None

@@ -97,8 +97,9 @@ def _one_shot(
         for message in _encoded(values.view(1, -1), cuts, codec, transport, seed)
     ]
     total = torch.empty_like(values)
-    for (start, stop), messages in zip(cuts, pending, strict=True):
-        decode_sum(messages.wait(), codec, stop - start, values.dtype, average=average, out=total[start:stop])
+    with transport.receiving(len(cuts) > 1):
+        for (start, stop), messages in zip(cuts, pending, strict=True):
+            decode_sum(messages.wait(), codec, stop - start, values.dtype, average=average, out=total[start:stop])
     return total
 
 
@@ -127,8 +128,9 @@ def _two_shot(
             )
         gathered.append(transport.start_all_gather(own_sum, is_sliced))
     total = values.new_empty(num_ranks, chunk)
-    for (start, stop), sums in zip(cuts, gathered, strict=True):
-        decode(sums.wait(), codec, stop - start, values.dtype, out=total[:, start:stop])
+    with transport.receiving(is_sliced):
+        for (start, stop), sums in zip(cuts, gathered, strict=True):
+            decode(sums.wait(), codec, stop - start, values.dtype, out=total[:, start:stop])
     return total.view(-1)[:num_values]
 
 
@@ -174,8 +176,9 @@ def reduce_scatter(
     pending = [
         transport.start_all_to_all(messages, len(cuts) > 1) for messages in _encoded(rows, cuts, codec, transport, seed)
     ]
-    for (start, stop), messages in zip(cuts, pending, strict=True):
-        decode_sum(messages.wait(), codec, stop - start, tensor.dtype, average=op == "avg", out=shard[start:stop])
+    with transport.receiving(len(cuts) > 1):
+        for (start, stop), messages in zip(cuts, pending, strict=True):
+            decode_sum(messages.wait(), codec, stop - start, tensor.dtype, average=op == "avg", out=shard[start:stop])
     return shard.view(shard_shape).narrow(dim, 0, own_size).contiguous()
 
 
@@ -224,8 +227,9 @@ def all_gather(
     pending = [
         transport.start_all_gather(message, len(cuts) > 1) for message in _encoded(values, cuts, codec, transport, seed)
     ]
-    for (start, stop), messages in zip(cuts, pending, strict=True):
-        decode(messages.wait(), codec, stop - start, tensor.dtype, out=row_views.part(rows, start, stop))
+    with transport.receiving(len(cuts) > 1):
+        for (start, stop), messages in zip(cuts, pending, strict=True):
+            decode(messages.wait(), codec, stop - start, tensor.dtype, out=row_views.part(rows, start, stop))
     if joined is not None:
         return joined
     shards = rows.view(num_ranks, *shard.shape)
@@ -283,8 +287,9 @@ def all_to_all(
     pending = [
         transport.start_all_to_all(messages, len(cuts) > 1) for messages in _encoded(sent, cuts, codec, transport, seed)
     ]
-    for (start, stop), messages in zip(cuts, pending, strict=True):
-        decode(messages.wait(), codec, stop - start, tensor.dtype, out=row_views.part(rows, start, stop))
+    with transport.receiving(len(cuts) > 1):
+        for (start, stop), messages in zip(cuts, pending, strict=True):
+            decode(messages.wait(), codec, stop - start, tensor.dtype, out=row_views.part(rows, start, stop))
     return joined if joined is not None else _join(rows.view(num_ranks, *shard_shape), gather_dim)
 
 

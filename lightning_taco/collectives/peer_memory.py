@@ -4,15 +4,21 @@ The kernel that makes a message stores it in the memory of every rank that is to
 the device; each decodes what has come into its own. What NCCL does in a kernel of its own is part of the first one.
 Multicast is not used.
 
-Two halves of the memory take turns. A message may overwrite the last but one: who meets for a message has read the one
-before, since all of it happens in the order of one stream. A captured graph does not know which half was the last, so
-from the first capture on there is a barrier before each message too.
+Four regions of the memory take turns. A message may overwrite the last but three: who meets for a message has read all
+before it but, in an exchange of two slices, the first of them, since the rest happens in the order of one stream. A
+captured graph does not know which region was the last, so from the first capture on there is a barrier before each
+message too.
+
+With two slices the first is decoded while the second is encoded, on a stream of a higher priority, so that it need not
+wait for the blocks of a kernel that waits for the link.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,10 +29,12 @@ from torch import Tensor
 
 from lightning_taco import _compat
 from lightning_taco.codec.addressed import AddressedMessages
-from lightning_taco.codec.layout import ALIGNMENT_BYTES
 from lightning_taco.collectives.transport import Arriving, Messages, Pending
 
 FIRST_BYTES = 1 << 20
+"""Of a region at first, and what its size is a multiple of."""
+NUM_REGIONS = 4
+MAX_SLICES = 2
 TIMEOUT_MS = 600_000
 """As long as NCCL waits for a peer; then the kernel that waits ends the process with an error."""
 
@@ -53,6 +61,7 @@ class PeerMemory:
         self._memory = memory
         self._turn = 0
         self._was_captured = False
+        self._receiver = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, device: torch.device) -> tuple[PeerMemory | None, str]:
@@ -81,19 +90,30 @@ class PeerMemory:
         """
         num_bytes = self.group.size() * message_bytes
         is_capturing = torch.cuda.is_current_stream_capturing()
-        if num_bytes > self._memory.half_bytes:
+        if num_bytes > self._memory.region_bytes:
             self._grow(num_bytes, is_capturing)
         self._was_captured = self._was_captured or is_capturing
         if self._was_captured:
             self._memory.meet()
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % NUM_REGIONS
         return AddressedMessages(self._memory.addresses[self._turn], self.group.rank() * message_bytes)
 
     def received(self, message_bytes: int) -> Tensor:
         """What all ranks have written for this one, ``uint8 [P, message_bytes]``, once they have."""
         self._memory.meet()
-        start = self._turn * self._memory.half_bytes
+        start = self._turn * self._memory.region_bytes
         return self._memory.own[start : start + self.group.size() * message_bytes].view(-1, message_bytes)
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Run the block on a stream beside the current one, which waits for it at the end."""
+        if self._receiver is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._receiver):
+            yield
+        current.wait_stream(self._receiver)
 
     def close(self) -> None:
         """Give the memory back once no rank reads it any more. All ranks call it.
@@ -115,27 +135,27 @@ class PeerMemory:
             )
         self._memory.meet()  # nobody reads the old memory any more
         torch.cuda.synchronize(self.device)
-        self._memory = _Mapped.of(self.group, self.device, 1 << (num_bytes - 1).bit_length())
+        self._memory = _Mapped.of(self.group, self.device, num_bytes)
 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """Two halves of memory on each rank, and where all of them lie."""
+    """The regions of this rank, and where those of all ranks lie."""
 
     own: Tensor
     handle: Any
-    half_bytes: int
-    addresses: tuple[Tensor, Tensor]
+    region_bytes: int
+    addresses: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device, half_bytes: int) -> _Mapped:
-        half_bytes = -(-half_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        own, handle = _compat.symmetric_memory(2 * half_bytes, device, group)
-        first, second = (
-            torch.tensor([start + half * half_bytes for start in handle.buffer_ptrs], dtype=torch.int64, device=device)
-            for half in range(2)
+    def of(cls, group: dist.ProcessGroup, device: torch.device, region_bytes: int) -> _Mapped:
+        region_bytes = -(-region_bytes // FIRST_BYTES) * FIRST_BYTES
+        own, handle = _compat.symmetric_memory(NUM_REGIONS * region_bytes, device, group)
+        addresses = tuple(
+            torch.tensor([start + region * region_bytes for start in handle.buffer_ptrs], device=device)
+            for region in range(NUM_REGIONS)
         )
-        return cls(own, handle, half_bytes, (first, second))
+        return cls(own, handle, region_bytes, addresses)
 
     def meet(self) -> None:
         """Wait, on the device, until all ranks have come here."""
@@ -156,17 +176,41 @@ class PeerTransport:
         self._message_bytes = 0
 
     def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages:
-        """In the half whose turn it is."""
+        """In the region whose turn it is."""
         self._message_bytes = message_bytes
         return self.memory.message_buffer(num_rows, message_bytes)
 
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        """Beside the sending, if there is more than one slice."""
+        return self.memory.receiving() if is_async else nullcontext()
+
     def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
-        return Arriving(self.memory.received(self._message_bytes), None)
+        return self._received(is_async)
 
     def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
-        return Arriving(self.memory.received(self._message_bytes), None)
+        return self._received(is_async)
+
+    def _received(self, is_async: bool) -> Pending:
+        messages = self.memory.received(self._message_bytes)
+        if not is_async or messages.device.type != "cuda":
+            return Arriving(messages, None)
+        event = torch.cuda.Event()
+        event.record()
+        return _Recorded(messages, event)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Messages that are there when `event` has come to pass."""
+
+    messages: Tensor
+    event: torch.cuda.Event
+
+    def wait(self) -> Tensor:
+        self.event.wait()
+        return self.messages
 
 
 def _reason_against(device: torch.device) -> str | None:

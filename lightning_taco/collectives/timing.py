@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeVar
 
@@ -165,6 +165,9 @@ class _TimedTransport:
 
     def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
         return self.transport.message_buffer(num_rows, message_bytes)
+
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        return self.transport.receiving(is_async)
 
     def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         return _TimedPending(timed("communication", self.transport.start_all_to_all)(messages, is_async))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,10 @@ class Transport(Protocol):
 
     def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
         """Where messages are to be written that are sent next, one to all or one to each; ``None`` for anywhere."""
+        ...
+
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        """Around the decoding of what was sent, and only that; with `is_async` it may run beside the sending."""
         ...
 
     def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
@@ -96,6 +101,10 @@ class ProcessGroupTransport:
 
     def message_buffer(self, num_rows: int, message_bytes: int) -> None:
         """Anywhere."""
+
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        """The process group sends on a stream of its own, so decoding stays where it is."""
+        return nullcontext()
 
     def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
         """As in `Transport`."""
