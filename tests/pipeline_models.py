@@ -98,6 +98,7 @@ def make_engine(
 
 def train_step(engine: PipelineEngine, batch: Any) -> float:
     """The loss of one step through `engine`; gradients are in ``.grad``."""
+
     def step(root: Any, part: Any) -> Tensor:
         return Holder.step(root, part)
 

@@ -112,6 +112,7 @@ class CompressionSession:
         break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
         hierarchy: of a group that spans hosts, for algorithms that were measured.
         step: training steps begun; part of the seed of stochastic rounding.
+        microbatch: of the step, which runs now; another part of it.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
 
@@ -136,6 +137,7 @@ class CompressionSession:
         self.break_even = BreakEven.of(())
         self.hierarchy: Hierarchy | None = None
         self.step = 0
+        self.microbatch = 0
         self._inform = inform
         self.channel_orders = self._new_channel_orders()
         self._suspensions = Suspensions()
@@ -189,6 +191,11 @@ class CompressionSession:
         finally:
             leave_scope(self)
             self._is_training_forward = was_training_forward
+
+    def start_microbatch(self, index: int) -> None:
+        """Say which micro-batch of a step runs from now on, where a step has several (pipeline parallelism)."""
+        self.microbatch = index
+        self.sites.start_step()
 
     def exchange(self, exchange: Exchange, stock: Callable[[], Tensor]) -> Tensor:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
@@ -249,7 +256,8 @@ class CompressionSession:
 
     def seed(self, kind: Kind, site: Site) -> int:
         """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
-        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}".encode())
+        microbatch = f"/{self.microbatch}" if self.microbatch else ""
+        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}{microbatch}".encode())
         return (place << 30) | (self.step % (1 << 30))
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:

@@ -4,7 +4,7 @@ Knows no Lightning: `cut` leaves each rank its layers, a `PipelineEngine` runs a
 """
 
 from lightning_taco.pipeline_parallel.agreement import Agreement, host_group
-from lightning_taco.pipeline_parallel.cutting import Cut, LayerOfAnotherStage, cut, cut_of
+from lightning_taco.pipeline_parallel.cutting import Cut, LayerOfAnotherStage, cut, cut_of, whole_names
 from lightning_taco.pipeline_parallel.engine import Outcome, PipelineEngine
 from lightning_taco.pipeline_parallel.failure import StageFailedError
 from lightning_taco.pipeline_parallel.schedules import SCHEDULES, Layout, check_num_microbatches, make_layout
@@ -30,4 +30,5 @@ __all__ = [
     "host_group",
     "make_layout",
     "resolve_pipeline",
+    "whole_names",
 ]

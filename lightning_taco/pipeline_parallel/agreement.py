@@ -109,7 +109,9 @@ class Agreement:
             if slot.dtype is None:
                 return slot.kind(number.item())
             return number.to(slot.dtype)
-        tensor = value.contiguous() if value is not None else torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+        tensor = (
+            value.contiguous() if value is not None else torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+        )
         as_bytes = tensor.reshape(-1).view(torch.uint8)
         if as_bytes.numel():
             dist.broadcast(as_bytes, dist.get_global_rank(self.group, source), group=self.group)

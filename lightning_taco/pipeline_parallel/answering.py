@@ -83,9 +83,7 @@ def _not_called(module: nn.Module) -> str:
 @contextmanager
 def _in_place_of(root: nn.Module, module: nn.Module, call: Callable[..., Any]) -> Iterator[nn.Module]:
     stand_in = _stand_in(module, call)
-    places = [
-        (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child is module
-    ]
+    places = [(parent, name) for parent in root.modules() for name, child in parent._modules.items() if child is module]
     for parent, name in places:
         parent._modules[name] = stand_in
     try:

@@ -46,7 +46,7 @@ class Cut:
         layout: which stages there are, and on which ranks.
         rank: of the pipeline axis, whose stages are left.
         first_layers: the index of the first layer of each stage.
-        names: of all parameters of the whole model, in its order, with tied ones under each of their names.
+        names: of all parameters of the whole model, in its order.
     """
 
     layout: Layout
@@ -63,6 +63,16 @@ class Cut:
 def cut_of(root: nn.Module) -> Cut | None:
     """How a module within `root` was cut, ``None`` if none was."""
     return next((module.__dict__[CUT] for module in root.modules() if CUT in module.__dict__), None)
+
+
+def whole_names(root: nn.Module) -> list[str]:
+    """Names of all parameters that `root` had before a model within it was cut, in their order."""
+    prefix, module = find_pipelined(root)
+    prefix = f"{prefix}." if prefix else ""
+    names = [name for name, _ in root.named_parameters()]
+    places = [place for place, name in enumerate(names) if name.startswith(prefix)]
+    first, last = (places[0], places[-1] + 1) if places else (len(names), len(names))
+    return [*names[:first], *(prefix + name for name in module.__dict__[CUT].names), *names[last:]]
 
 
 def cut(root: nn.Module, layout: Layout, rank: int, split: Sequence[int] | None = None) -> Cut:
@@ -85,7 +95,7 @@ def cut(root: nn.Module, layout: Layout, rank: int, split: Sequence[int] | None 
         _check_same(known, layout, rank)
         return known
     bounds = first_layers(layers, layout.num_stages, split)
-    made = Cut(layout, rank, bounds, tuple(name for name, _ in root.named_parameters(remove_duplicate=False)))
+    made = Cut(layout, rank, bounds, tuple(name for name, _ in module.named_parameters()))
     stages = [stage for stage in range(layout.num_stages) for _ in made.layers_of(stage, layers)]
     _check_parameters(module, layers, [layout.ranks[stage] for stage in stages])
     _check_not_sharded(module)
@@ -139,7 +149,9 @@ def _check_not_sharded(module: nn.Module) -> None:
 def _remove(module: nn.Module, layers: Sequence[Layer], stages: Sequence[int], kept_stages: Sequence[int]) -> None:
     kept = {id(each) for layer, stage in zip(layers, stages, strict=True) if stage in kept_stages for each in layer[1]}
     gone = {
-        id(each): stage for layer, stage in zip(layers, stages, strict=True) for each in layer.modules
+        id(each): stage
+        for layer, stage in zip(layers, stages, strict=True)
+        for each in layer.modules
         if stage not in kept_stages and id(each) not in kept
     }
     for parent, name, child in list(_children(module)):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.pipeline_parallel.agreement import Agreement, number_of, structure_of
 from lightning_taco.pipeline_parallel.answering import answered, heard_inputs
-from lightning_taco.pipeline_parallel.cutting import Cut, cut_of
+from lightning_taco.pipeline_parallel.cutting import cut_of
 from lightning_taco.pipeline_parallel.layers import find_pipelined, read_layers
 from lightning_taco.pipeline_parallel.microbatches import batch_size_of, cut_batch, merged, shapes_of
 from lightning_taco.pipeline_parallel.schedules import make_schedule, num_usable

@@ -8,6 +8,7 @@ returns (a tuple as several arguments).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -99,7 +100,7 @@ def first_layers(layers: Sequence[Layer], num_stages: int, split: Sequence[int] 
 
 def _check_split(split: Sequence[int], num_stages: int, num_layers: int) -> None:
     bounds = [0, *split, num_layers]
-    is_rising = all(before < after for before, after in zip(bounds, bounds[1:], strict=False))
+    is_rising = all(before < after for before, after in pairwise(bounds))
     if len(split) != num_stages - 1 or not is_rising:
         raise ValueError(
             f"pipeline_split={list(split)} does not cut {num_layers} layers into {num_stages} stages: it needs "

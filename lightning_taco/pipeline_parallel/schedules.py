@@ -77,9 +77,7 @@ def make_layout(schedule: str, num_ranks: int, num_stages: int | None = None) ->
         ValueError: for an unknown schedule, or a number of stages that it cannot run.
     """
     if schedule not in _KINDS:
-        raise ValueError(
-            f"pipeline_schedule={schedule!r} is not known; use one of {', '.join(map(repr, SCHEDULES))}."
-        )
+        raise ValueError(f"pipeline_schedule={schedule!r} is not known; use one of {', '.join(map(repr, SCHEDULES))}.")
     kind = _KINDS[schedule]
     stages = kind.stages_per_rank * num_ranks if num_stages is None else num_stages
     per_rank = stages // num_ranks
