@@ -5,12 +5,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning_models import make_trainer
-from pipeline_models import VOCABULARY, Chain
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_taco import TacoTPStrategy
+from tests.lightning_models import make_trainer
+from tests.pipeline_models import VOCABULARY, Chain
 
 
 class ChainModule(L.LightningModule):

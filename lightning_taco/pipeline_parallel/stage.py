@@ -124,7 +124,7 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Forget the step before."""
         super().clear_runtime_states()
-        for states in (self.bwd_cache, self._to_send, self._arriving, self._local):
+        for states in (self.bwd_cache, self.backward_state, self._to_send, self._arriving, self._local):
             states.clear()
 
     def forward_one_chunk(
@@ -165,12 +165,17 @@ class CompressedStage(PipelineStage):
         if not self.has_backward or self._step.failure.error is not None:
             return
 
+        inputs, groups, output, gradients = self.backward_state.pop(bwd_chunk_id, (None,) * 4)
+        if output is None:
+            return
+        kind = "full" if groups is None else "weight"
+        state = {"stage_output": output, "output_grads": gradients, "input_values": inputs, "param_groups": groups}
+
         def run() -> None:
             with self._step.backward_scope(bwd_chunk_id), _compat.no_autocast(self.device):
-                super(CompressedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
+                self.backward_maybe_with_nosync(kind, state, last_backward=last_backward)
 
-        if bwd_chunk_id in self.dw_runner:
-            self._guarded(run, f"backward of the weights of micro-batch {bwd_chunk_id}")
+        self._guarded(run, f"backward of the weights of micro-batch {bwd_chunk_id}")
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Let FSDP2 reduce what all micro-batches have added up."""
@@ -203,12 +208,11 @@ class CompressedStage(PipelineStage):
     def _input_backward(self, chunk: int, state: dict[str, Any], last_backward: bool) -> tuple[Tensor | None, ...]:
         grads: tuple[Tensor | None, ...] = (None,) * len(state["input_values"])
         groups = None
-        # Of the first stage, which has no inputs that need gradients, all is done with the weights.
-        if not self.is_first:
+        # Where no input needs a gradient, torch would find no weights behind them: all is done with the weights then.
+        if any(isinstance(value, Tensor) and value.requires_grad for value in state["input_values"]):
             state = {**state, "stage_output": _as_tuple(state["stage_output"])}
             grads, groups = self.backward_maybe_with_nosync("input", state, last_backward=last_backward)
         self.backward_state[chunk] = (state["input_values"], groups, state["stage_output"], state["output_grads"])
-        self.dw_runner[chunk] = lambda: None
         return grads
 
     def _own_backward(self, loss: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
