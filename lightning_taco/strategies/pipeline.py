@@ -71,6 +71,7 @@ class Pipeline:
         self._is_first_step_reported = False
         self._zero_gradients: Any = None
         self._last_state: dict[str, Any] | None = None
+        self._nothing: nn.Parameter | None = None
         self._warned: set[str] = set()
 
     @property
@@ -96,8 +97,10 @@ class Pipeline:
 
     def join(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Meet the other ranks of this pipeline. All processes of the run call it, once the mesh is there."""
-        if not self.is_on or self._agreement is not None:
+        if not self.is_on:
             return
+        if self._agreement is not None and self._agreement.host is not self._agreement.group:
+            dist.destroy_process_group(self._agreement.host)  # of the run before, kept for saving after it
         axes = {name: place for place, name in enumerate(mesh.mesh_dim_names or ())}
         ranks = mesh.mesh.movedim(axes[PIPELINE_PARALLEL], -1).reshape(-1, self.arguments.size).tolist()
         group = mesh[PIPELINE_PARALLEL].get_group()
@@ -151,10 +154,6 @@ class Pipeline:
         if self._module is not None:
             self._module.__dict__.pop("optimizer_zero_grad", None)
             self._module = None
-        if self._agreement is not None:
-            if self._agreement.host is not self._agreement.group:
-                dist.destroy_process_group(self._agreement.host)
-            self._agreement = None
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One ``training_step``, forward and backward, on every rank."""
@@ -185,8 +184,8 @@ class Pipeline:
             yield
             return
         # Optimizers refuse an empty list; of this parameter nothing is left behind.
-        nothing = nn.Parameter(torch.zeros(0))
-        root.register_parameter(NOTHING_TRAINED, nothing)
+        self._nothing = nn.Parameter(torch.zeros(0))
+        root.register_parameter(NOTHING_TRAINED, self._nothing)
         try:
             yield
         finally:
@@ -202,9 +201,7 @@ class Pipeline:
             return
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [
-                    parameter for parameter in group["params"] if parameter.numel() or parameter.dim() != 1
-                ]
+                group["params"] = [parameter for parameter in group["params"] if parameter is not self._nothing]
         counts = self.agreement.objects([len(optimizer.param_groups) for optimizer in optimizers])
         if any(count != counts[0] for count in counts):
             raise ValueError(
