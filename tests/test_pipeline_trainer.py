@@ -336,5 +336,5 @@ def test_compressed_transfers_are_counted_sampled_and_said() -> None:
     assert all(0 < error < 0.02 for each in (first, last) for error in each["errors"].values())
     assert (first["samples"], last["samples"]) == (2, 2)
     assert first["placeholders"] == ["model.blocks.2", "model.blocks.3", "model.norm", "model.head"]
-    assert any("stages begin at layers 0, 3" in text for text in first["texts"])
+    assert any("they begin at layers 0, 3" in text for text in first["texts"])
     assert any("sent to other stages as" in text for text in first["texts"])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.callbacks import Callback
@@ -148,8 +149,7 @@ class GradientNormMonitor(Callback):
             if next(is_first, False):
                 # The gradients lie there, clipped, until they are set to zero.
                 with timing.aside():
-                    pipeline = pipeline_of(self._loop)
-                    norm = gradient_norm(parameters, self.norm_type, pipeline=pipeline and pipeline.group)
+                    norm = gradient_norm(parameters, self.norm_type, pipeline=self._stages())
                     self._log({"clipped_gradient_norm": norm.item()}, step)
 
         if isinstance(optimizer, _FabricOptimizer):
@@ -215,7 +215,7 @@ class GradientNormMonitor(Callback):
     def _norms(self, parameters: list[Tensor], module: nn.Module) -> dict[str, float]:
         pipeline = pipeline_of(self._loop)
         if not self.per_parameter and not self.per_layer:
-            norm = gradient_norm(parameters, self.norm_type, pipeline=pipeline and pipeline.group)
+            norm = gradient_norm(parameters, self.norm_type, pipeline=self._stages())
             return {"gradient_norm": norm.item()}
         norms = gradient_norm(parameters, self.norm_type, per_parameter=True).tolist()
         by_parameter = {
@@ -235,6 +235,11 @@ class GradientNormMonitor(Callback):
             for layer, parts in layers.items():
                 values[f"layer_gradient_norm/{layer}"] = _together(parts, self.norm_type)
         return values
+
+    def _stages(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other parameters of the model."""
+        pipeline = pipeline_of(self._loop)
+        return None if pipeline is None else pipeline.group
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         if isinstance(self._loop, pl.Trainer):

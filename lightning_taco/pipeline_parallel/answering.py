@@ -101,6 +101,6 @@ def _stand_in(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
 
     kind = type(module)
     names = {"__call__": answer, "forward": answer, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    stand_in = object.__new__(type(kind.__name__, (kind,), names))
+    stand_in: nn.Module = object.__new__(type(kind.__name__, (kind,), names))
     object.__setattr__(stand_in, "__dict__", module.__dict__)
     return stand_in

@@ -86,13 +86,21 @@ class PipelineEngine:
         self.modules = self._stage_modules()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._answer: Callable[[Any, int], Tensor] | None = None
-        self._user_step: UserStep | None = None
         self._results: list[Any] = []
 
     @property
     def last_rank(self) -> int:
         """The rank along the pipeline axis that has the last stage."""
         return self.cut.layout.ranks[-1]
+
+    def stage_of(self, path: str) -> int:
+        """The stage, of those of this rank, that holds the module at `path` or around it."""
+        parts = f"{path}."
+        names = {id(module): name for name, module in self.root.named_modules()}
+        for stage in self.modules:
+            if any(parts.startswith(f"{names[id(each)]}.") for each in self._owned(stage) if id(each) in names):
+                return stage
+        return next(iter(self.modules))
 
     def close(self) -> None:
         """Undo what was put in place."""
@@ -141,15 +149,15 @@ class PipelineEngine:
             parts = cut_batch(batch, num_usable(size, self.num_microbatches, self.cut.layout))
             self.step.inputs = []
             if 0 in self.modules:
-                self.step.inputs = [
-                    heard_inputs(self.root, self.module, lambda root, part=part: user_step(root, part))
-                    for part in parts
-                ]
+                self.step.inputs = [self._heard(user_step, part) for part in parts]
                 self._check_alike()
             return parts
         except Exception as error:
             self.step.failure.note(error, "before the first stage")
             return []
+
+    def _heard(self, user_step: UserStep, part: Any) -> tuple[Any, ...]:
+        return heard_inputs(self.root, self.module, lambda root: user_step(root, part))
 
     def _check_alike(self) -> None:
         kinds = [_in_words(inputs) for inputs in self.step.inputs]
@@ -202,6 +210,9 @@ class PipelineEngine:
         ]
         schedule = make_schedule(stages, layout, num_microbatches, self._on_output, is_training=is_training)
         return _Plan(schedule, num_microbatches)
+
+    def _owned(self, stage: int) -> list[nn.Module]:
+        return [each for layer in self.cut.layers_of(stage, read_layers(self.module)) for each in layer.modules]
 
     def _place(self, stage: int) -> str:
         """Name of the border behind `stage`: the stages, and the last module before it."""

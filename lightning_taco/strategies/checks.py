@@ -128,6 +128,26 @@ def check_accelerator(device_type: str) -> None:
         )
 
 
+def check_pipeline_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse callbacks that cannot work on a rank that has some layers of a model only.
+
+    Raises:
+        ValueError: for those that average weights, and for `ThroughputReport`.
+    """
+    for callback in callbacks:
+        names = {base.__name__ for base in type(callback).__mro__}
+        if "WeightAveraging" in names:
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model on each rank, but under a pipeline a rank has the "
+                "layers of its stages only; leave it out, or use pipeline_parallel_size=1."
+            )
+        if "ThroughputReport" in names:
+            raise ValueError(
+                "ThroughputReport takes all time of a step that is not exchange for compute, but under a pipeline a "
+                "stage waits for others; leave it out, and measure by examples/benchmarks/pipeline.py."
+            )
+
+
 def check_callbacks(callbacks: Iterable[object]) -> None:
     """Refuse callbacks that cannot work on a model whose parameters are DTensors.
 

@@ -216,6 +216,11 @@ class Pipeline:
             return dict(values)
         return {name: value for each in self.agreement.objects(dict(values)) for name, value in each.items()}
 
+    def stage_of(self, site: str) -> int:
+        """The stage, of those of this rank, that holds the module whose path `site` begins with."""
+        engine, _ = self._running()
+        return engine.stage_of(site)
+
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps; ``None`` without a pipeline."""
         return self._last_state if self.engine is None else self._state(self.engine)
@@ -291,10 +296,10 @@ class Pipeline:
 
     def _start_lines(self) -> list[str]:
         found = self._running()[0].cut
-        parts = ", ".join(f"stage {stage} on rank {rank}" for stage, rank in enumerate(found.layout.ranks))
+        parts = ", ".join(f"stage {stage} on pipeline rank {rank}" for stage, rank in enumerate(found.layout.ranks))
         lines = [
             f"lightning_taco: pipeline: {self.layout.schedule}, {self.arguments.num_microbatches} micro-batches; "
-            f"{parts}; stages begin at layers {', '.join(map(str, found.first_layers))}"
+            f"{parts}; they begin at layers {', '.join(map(str, found.first_layers))}"
         ]
         if self.config is None:
             return [*lines, "lightning_taco: between stages tensors travel as they are"]

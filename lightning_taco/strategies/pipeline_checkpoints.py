@@ -52,7 +52,7 @@ def whole_optimizer_state(
     module: nn.Module, optimizer: Optimizer, agreement: Agreement, is_needed: bool
 ) -> dict[str, Any]:
     """The same of an optimizer, whose parameters have the numbers that they have in the whole model."""
-    state = get_optimizer_state_dict(module, optimizer)
+    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)  # type: ignore[assignment]
     stage = {name: {key: _whole(value) for key, value in each.items()} for name, each in state["state"].items()}
     stages = agreement.objects(stage)
     groups = with_groups_of_all_stages(state, agreement)["param_groups"]
@@ -97,9 +97,11 @@ def _load_sharded(path: Path, module: nn.Module, optimizer: Optimizer, name: str
         match = re.fullmatch(rf"{name}\.param_groups\.(\d+)\.(.+)", key)
         if match is not None:
             is_tensor = isinstance(value, TensorStorageMetadata)
-            empty = torch.empty(value.size, dtype=value.properties.dtype) if is_tensor else []
+            empty: Any = torch.empty(value.size, dtype=value.properties.dtype) if is_tensor else []
             groups.setdefault(int(match[1]), {})[match[2]] = empty
-    state = {name: {"state": local["state"], "param_groups": [groups[place] for place in sorted(groups)]}}
+    state: dict[str, Any] = {
+        name: {"state": local["state"], "param_groups": [groups[place] for place in sorted(groups)]}
+    }
     _distributed_checkpoint_load(state, path)
     _put(state[name]["state"], state[name]["param_groups"], module, optimizer)
 
@@ -122,7 +124,7 @@ def _load_whole_state(whole: dict[str, Any], module: nn.Module, optimizer: Optim
     names = {number: saved_name(name) for number, name in enumerate(whole_names(module))}
     states = {names.get(key, key): value for key, value in whole["state"].items()}
     groups = [{**g, "params": [names.get(key, key) for key in g["params"]]} for g in whole["param_groups"]]
-    local = get_optimizer_state_dict(module, optimizer)["state"]
+    local: dict[str, Any] = get_optimizer_state_dict(module, optimizer)["state"]  # type: ignore[assignment]
     parts = {
         name: {key: _part(value, states[name][key]) for key, value in each.items()} for name, each in local.items()
     }

@@ -100,14 +100,15 @@ def _print_reasons(traffic: TrafficCounters, console: Console) -> None:
 
 
 def pipeline_table(counts: Counts) -> Table:
-    """What crossed each border of one rank's stages, sent by it and received, with bits of a compressed value."""
+    """What crossed each border of one rank's stages, sent by it and received."""
     table = Table(title="lightning_taco: what crossed the borders of one rank's pipeline stages")
-    for name in ("border", "direction", "messages", "would have been sent", "sent", "ratio"):
-        table.add_column(name, justify="left" if name in ("border", "direction") else "right")
+    for name in ("border", "messages", "would have been sent", "sent", "ratio"):
+        table.add_column(name, justify="left" if name == "border" else "right")
     for what, traffic in (("sent", counts.sent), ("received", counts.received)):
         for key, count in sorted(traffic.counts.items()):
-            note = "" if key.outcome == COMPRESSED else " (not compressed)"
-            table.add_row(key.site, f"{key.direction}, {what}{note}", *_cells(count))
+            border = key.site.partition("/")[0].replace("_", " ")
+            note = "" if key.outcome == COMPRESSED else ", as it is"
+            table.add_row(f"{border}, {key.direction}, {what}{note}", *_cells(count))
     return table
 
 

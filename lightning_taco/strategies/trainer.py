@@ -144,6 +144,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         checks.check_unified_package(trainer.datamodule, *trainer.loggers)
         self._keep_ties_in_configure_model(self.lightning_module)
         if self.pipeline.is_on:
+            checks.check_pipeline_callbacks(trainer.callbacks)
             self._setup_three_axes()
         else:
             super().setup_environment()
