@@ -242,12 +242,12 @@ def test_what_cannot_run_is_refused_on_every_rank_and_leaves_nothing() -> None:
             "nothing": fit(ReturnsNothing()),
             "outside": fit(Outside()),
             "tied": fit(ChainModule(tied=True)),
-            "own backward": fit(OwnBackward(), pipeline_schedule="ZBVZeroBubble"),
             "layers": fit(ChainModule(num_blocks=1), pipeline_schedule="ZBVZeroBubble"),
         }
-        own = OwnBackward()
-        found["runs"] = fit(own)
-        found["backwards"] = own.num_backwards
+        own = OwnBackward(), OwnBackward()
+        found["runs"] = [fit(own[0]), fit(own[1], pipeline_schedule="ZBVZeroBubble")]
+        found["backwards"] = [module.num_backwards for module in own]
+        found["same"] = own[0].losses == pytest.approx(own[1].losses, rel=1e-6)
         found["tied on one rank"] = fit(ChainModule(tied=True), pipeline_schedule="ZBVZeroBubble")
         found["left"] = sorted({"log", "configure_model", "optimizer_zero_grad"} & set(faulty.__dict__))
         found["again"] = fit(faulty, pipeline_schedule="ZBVZeroBubble")
@@ -263,13 +263,13 @@ def test_what_cannot_run_is_refused_on_every_rank_and_leaves_nothing() -> None:
         assert "temperature would be trained on the ranks of the last stage only" in found["outside"]
         assert "are one parameter (tied weights), but lie in stages of different pipeline ranks" in found["tied"]
         assert "model.embedding.weight and model.head.weight".replace("model.", "") in found["tied"]
-        assert "has a backward() of its own" in found["own backward"]
         assert "has 3 layers, but 4 pipeline stages" in found["layers"]
-        assert found["runs"] == "nothing was raised"
+        assert found["runs"] == ["nothing was raised"] * 2
+        assert found["same"]
         assert found["tied on one rank"] == "nothing was raised"
         assert found["left"] == []
         assert "build a new LightningModule" in found["again"]
-    assert [found["backwards"] for found in results] == [0, 12]
+    assert [found["backwards"] for found in results] == [[0, 12], [12, 0]], "those of the last stage"
 
 
 def test_ranks_of_one_pipeline_with_other_batches_are_told() -> None:

@@ -184,7 +184,8 @@ class CompressionGuard(HostedCallback):
             return
         watch = self._look_away()
         if watch is not None:
-            self._judge_sites(*self._of_all_stages(watch.read(), watch.codecs), step)
+            sightings, codecs = self._of_all_stages(watch.read(), watch.codecs)
+            self._judge_sites(sightings, codecs, step)
         self._judge_loss(step)
         if loss is not None:
             assert self._host is not None

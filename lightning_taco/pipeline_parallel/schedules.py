@@ -13,8 +13,6 @@ class _Kind(NamedTuple):
     schedule: type[Any]
     stages_per_rank: int
     is_v: bool = False
-    splits_backward: bool = False
-    """Whether gradients of inputs and of weights are computed apart."""
 
 
 _KINDS = {
@@ -22,8 +20,8 @@ _KINDS = {
     "1F1B": _Kind(pipelining.Schedule1F1B, 1),
     "LoopedBFS": _Kind(pipelining.ScheduleLoopedBFS, 2),
     "Interleaved1F1B": _Kind(pipelining.ScheduleInterleaved1F1B, 2),
-    "InterleavedZeroBubble": _Kind(pipelining.ScheduleInterleavedZeroBubble, 2, splits_backward=True),
-    "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, 2, is_v=True, splits_backward=True),
+    "InterleavedZeroBubble": _Kind(pipelining.ScheduleInterleavedZeroBubble, 2),
+    "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, 2, is_v=True),
 }
 SCHEDULES = tuple(_KINDS)
 
@@ -54,11 +52,6 @@ class Layout:
     def has_several_stages_a_rank(self) -> bool:
         """Whether a rank holds more than one stage."""
         return self.num_stages > self.num_ranks
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
-        return _KINDS[self.schedule].splits_backward
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that `rank` holds, in order."""

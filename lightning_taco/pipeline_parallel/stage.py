@@ -216,7 +216,7 @@ class CompressedStage(PipelineStage):
         return grads
 
     def _own_backward(self, loss: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
-        """`Step.backward`, where the user's module has a backward of its own."""
+        """`Step.backward`, where the user's module has a backward of its own: of inputs and weights at once."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)

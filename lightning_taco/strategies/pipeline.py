@@ -264,11 +264,6 @@ class Pipeline:
                 f"{type(module).__name__}.automatic_optimization is False, but under a pipeline training_step runs on "
                 "the rank of the last stage only, for each micro-batch; use automatic optimization."
             )
-        if self.layout.splits_backward and is_overridden("backward", module):
-            raise ValueError(
-                f"{type(module).__name__} has a backward() of its own, but {self.layout.schedule} computes gradients "
-                'of inputs and of weights apart; use "1F1B", "GPipe", "LoopedBFS" or "Interleaved1F1B".'
-            )
         inside = {id(parameter) for parameter in find_pipelined(module)[1].parameters()}
         outside = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in inside]
         if outside:
