@@ -9,9 +9,9 @@ All ranks are stages of one pipeline. Variants take turns on one model: in each 
 and backward of all micro-batches), timed as a whole by CUDA events; figures are medians over rounds.
 
 The bubble of a rank is the share of a step in which it computes nothing: one minus the time between the events around
-each forward and backward of a micro-batch, over that of the step. What a codec takes, what a transfer takes and does not
-hide, and what the ranks tell each other is in it too. Theory, with p ranks, m micro-batches and v stages a rank:
-(p - 1) / (v m + p - 1), whatever multiple of forward a backward takes; none for the schedules that are named so.
+each forward and backward of a micro-batch, over that of the step. What a codec takes, what a transfer takes and
+does not hide, and what the ranks tell each other is in it too. Theory, with p ranks, m micro-batches and v stages a
+rank: (p - 1) / (v m + p - 1), whatever multiple of forward a backward takes; none for the schedules that are named so.
 """
 
 import argparse
