@@ -322,6 +322,38 @@ def test_evaluation_gives_every_rank_what_the_step_returned() -> None:
             torch.testing.assert_close(result["first"], firsts.mean().detach())
 
 
+def test_random_numbers_of_a_step_are_the_same_where_it_is_heard_and_answered() -> None:
+    """Noise that a step adds to its input and takes part in its loss: the loss knows whether both are the same."""
+    drawn: list[Tensor] = []
+
+    class Echo(Chain):
+        def pipeline_layers(self) -> list[Any]:
+            return [(self.first, self.embedding, self.blocks), (self.last, self.norm, self.head)]
+
+        def first(self, noise: Tensor) -> Tensor:
+            return noise + 0 * self.embedding.weight.sum()
+
+        def last(self, hidden: Tensor) -> Tensor:
+            return hidden + 0 * self.norm.weight.sum()
+
+    def step(root: Any, part: Tensor) -> Tensor:
+        noise = torch.randn(part.shape)
+        output = root.model(noise)
+        drawn.append(noise)
+        return (output - noise).abs().sum()
+
+    def check(rank: int) -> tuple[float, bool, int]:
+        torch.manual_seed(7)
+        torch.rand(rank + 1)  # generators have come apart
+        engine = make_engine(Holder(Echo()), "1F1B", 2, split=[1])
+        engine_state = torch.get_rng_state()
+        losses = [engine.run(tokens(4), step, is_training=True, loss_of=lambda loss: loss)[0].result for _ in range(2)]
+        assert torch.equal(engine_state, torch.get_rng_state())
+        return sum(losses).item(), len({noise.numpy().tobytes() for noise in drawn}) == len(drawn), len(drawn)
+
+    assert run_forked(2, check) == [(0.0, True, 0), (0.0, True, 4)]
+
+
 def test_autocast_and_its_backward_are_those_of_one_process() -> None:
     def check(rank: int) -> float:
         batch = tokens()

@@ -219,6 +219,15 @@ class Outside(ChainModule):
         self.temperature = torch.nn.Parameter(torch.ones(()))
 
 
+class OtherGroups(ChainModule):
+    """Leaves out the group that would be empty on the first stage."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        norms = [each for name, each in self.named_parameters() if "norm" in name]
+        others = [each for name, each in self.named_parameters() if "norm" not in name]
+        return torch.optim.SGD([{"params": group} for group in (others, norms) if group], lr=0.1)
+
+
 class OwnBackward(ChainModule):
     """Counts its backwards."""
 
@@ -242,6 +251,7 @@ def test_what_cannot_run_is_refused_on_every_rank_and_leaves_nothing() -> None:
             "nothing": fit(ReturnsNothing()),
             "outside": fit(Outside()),
             "tied": fit(ChainModule(tied=True)),
+            "groups": fit(OtherGroups()),
             "layers": fit(ChainModule(num_blocks=1), pipeline_schedule="ZBVZeroBubble"),
         }
         own = OwnBackward(), OwnBackward()
@@ -261,6 +271,7 @@ def test_what_cannot_run_is_refused_on_every_rank_and_leaves_nothing() -> None:
         assert "use automatic optimization" in found["manual"]
         assert "returned NoneType for a micro-batch" in found["nothing"]
         assert "temperature would be trained on the ranks of the last stage only" in found["outside"]
+        assert "configure_optimizers gives [1] / [2] parameter groups" in found["groups"]
         assert "are one parameter (tied weights), but lie in stages of different pipeline ranks" in found["tied"]
         assert "model.embedding.weight and model.head.weight".replace("model.", "") in found["tied"]
         assert "has 3 layers, but 4 pipeline stages" in found["layers"]

@@ -11,7 +11,9 @@ On every rank, in order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_taco import _compat
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.pipeline_parallel.agreement import Agreement, number_of, structure_of
 from lightning_taco.pipeline_parallel.answering import answered, heard_inputs
@@ -66,6 +69,7 @@ class PipelineEngine:
     Attributes:
         counts: what crossed the borders of this rank's stages.
         step: what its stages share; a strategy sets its scopes.
+        num_runs: batches so far.
     """
 
     def __init__(
@@ -83,6 +87,9 @@ class PipelineEngine:
         self.num_microbatches, self.config, self.replica = num_microbatches, config, replica
         self.counts = Counts(TrafficCounters(), TrafficCounters())
         self.step = Step()
+        self.num_runs = 0
+        self._seed = agreement.object_of(0, torch.initial_seed())
+        self._is_running = False
         self.modules = self._stage_modules()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._answer: Callable[[Any, int], Tensor] | None = None
@@ -135,6 +142,7 @@ class PipelineEngine:
         """
         self.step.failure.clear()
         self._results.clear()
+        self.num_runs += 1
         if is_training:
             self.step.number += 1
         parts = self._prepared(batch, user_step)
@@ -149,15 +157,24 @@ class PipelineEngine:
             parts = cut_batch(batch, num_usable(size, self.num_microbatches, self.cut.layout))
             self.step.inputs = []
             if 0 in self.modules:
-                self.step.inputs = [self._heard(user_step, part) for part in parts]
+                self.step.inputs = [self._heard(user_step, part, index) for index, part in enumerate(parts)]
                 self._check_alike()
             return parts
         except Exception as error:
             self.step.failure.note(error, "before the first stage")
             return []
 
-    def _heard(self, user_step: UserStep, part: Any) -> tuple[Any, ...]:
-        return heard_inputs(self.root, self.module, lambda root: user_step(root, part))
+    def _heard(self, user_step: UserStep, part: Any, index: int) -> tuple[Any, ...]:
+        with self._same_random_numbers(index):
+            return heard_inputs(self.root, self.module, lambda root: user_step(root, part))
+
+    @contextmanager
+    def _same_random_numbers(self, index: int) -> Iterator[None]:
+        """Let a step draw alike on the ranks that listen to it and that answer it; generators are as before after."""
+        devices = [self.agreement.device] if self.agreement.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(number_of(f"{self._seed}/{self.num_runs}/{index}"))
+            yield
 
     def _check_alike(self) -> None:
         kinds = [_in_words(inputs) for inputs in self.step.inputs]
@@ -188,7 +205,8 @@ class PipelineEngine:
     def _make_plan(self, num_microbatches: int, is_training: bool) -> _Plan:
         layout = self.cut.layout
         given = self.step.inputs[0] if self.step.inputs else None
-        outputs = outputs_by_stage(self.modules, layout, given, self.agreement)
+        with self._running():
+            outputs = outputs_by_stage(self.modules, layout, given, self.agreement)
         config = self.config if is_training or (self.config and self.config.during_validation) else None
         borders = [
             Border(stage, self._place(stage), specs, config, self.counts, self.replica)
@@ -231,21 +249,30 @@ class PipelineEngine:
         is_training: bool,
     ) -> None:
         def answer(output: Any, index: int) -> Tensor:
-            result = answered(self.root, self.module, output, lambda root: user_step(root, parts[index]))
+            with self._same_random_numbers(index):
+                result = answered(self.root, self.module, output, lambda root: user_step(root, parts[index]))
             self._results.append(result)
             return torch.zeros(()) if loss_of is None else loss_of(result) / len(parts)
 
         self._answer = answer
         # The loss function is told which micro-batch it is called for by its "target".
         target = torch.arange(plan.num_microbatches)
+        run = plan.schedule.step if is_training else plan.schedule.eval
         try:
-            if is_training:
-                plan.schedule.step(target=target, return_outputs=False)
-            else:
-                plan.schedule.eval(target=target, return_outputs=False)
+            with self._running():
+                run(target=target, return_outputs=False)
         finally:
             self._answer = None
             self.step.inputs = []
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """While stages may be called."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _on_output(self, output: Any, target: Tensor) -> Tensor:
         """The loss function of the schedule."""
@@ -280,12 +307,13 @@ class PipelineEngine:
         stages = self.cut.layout.stages_of(self.cut.rank)
         found: dict[int, nn.Module] = {stage: StageModule(self.cut.layers_of(stage, layers)) for stage in stages}
         if isinstance(self.module, FSDPModule):
-            return {stage: run_as_stage(self.module, module) for stage, module in found.items()}
+            is_running = functools.partial(getattr, self, "_is_running")
+            return {stage: run_as_stage(self.module, module, is_running) for stage, module in found.items()}
         return found
 
 
 def _in_words(inputs: Sequence[Any]) -> str:
     return ", ".join(
         f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        for value in inputs
+        for value in _compat.leaves_of(tuple(inputs))
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,7 +33,20 @@ class StageModule(nn.Module):
         return output
 
 
-def run_as_stage(model: nn.Module, stage: nn.Module) -> nn.Module:
-    """`model`, whose forward is that of `stage` from now on: FSDP2 works in the hooks of the model that it shards."""
-    model.__dict__["forward"] = functools.partial(stage.forward)
+def run_as_stage(model: nn.Module, stage: nn.Module, is_running: Callable[[], bool]) -> nn.Module:
+    """`model`, whose forward is that of `stage` from now on: FSDP2 works in the hooks of the model that it shards.
+
+    Raises:
+        RuntimeError: from that forward, while no pipeline runs it.
+    """
+
+    def forward(*inputs: Any) -> Any:
+        if not is_running():
+            raise RuntimeError(
+                f"{type(model).__name__} holds the layers of some pipeline stages on this rank, so it runs only where "
+                "training_step, validation_step, test_step or predict_step calls it."
+            )
+        return stage.forward(*inputs)
+
+    model.__dict__["forward"] = forward
     return model
