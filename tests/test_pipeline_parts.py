@@ -83,6 +83,10 @@ def test_settings_from_what_a_user_may_pass() -> None:
         ({"pipeline_parallel_size": 2, "pipeline_split": [0]}, "an index of pipeline_split=0 is below 1"),
         ({"pipeline_parallel_size": 2, "pipeline_split": [1, 2]}, "1F1B needs one for each rank; give 1 indices"),
         (
+            {"pipeline_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble", "data_parallel": "quangrad"},
+            "past what keeps them in few bits",
+        ),
+        (
             {"pipeline_parallel_size": 4, "pipeline_schedule": "Interleaved1F1B", "num_microbatches": 9},
             "num_microbatches=9 does not go; use 8 or 12",
         ),

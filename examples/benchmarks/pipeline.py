@@ -43,9 +43,9 @@ from lightning_taco.pipeline_parallel import (
     make_layout,
     resolve_pipeline,
 )
+from lightning_taco.pipeline_parallel.schedules import SPLIT_BACKWARD
 
 STOCK = "torch"
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def main() -> None:
@@ -254,7 +254,7 @@ def theoretical_bubble(layout: Any, num_microbatches: int) -> float:
     >>> theoretical_bubble(make_layout("1F1B", 2), 7), theoretical_bubble(make_layout("Interleaved1F1B", 4), 8)
     (0.125, 0.15789473684210525)
     """
-    if layout.schedule in ZERO_BUBBLE:
+    if layout.schedule in SPLIT_BACKWARD:
         return 0.0
     waiting = layout.num_ranks - 1
     return waiting / (layout.num_stages // layout.num_ranks * num_microbatches + waiting)

@@ -12,6 +12,7 @@ On every rank, in order:
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,7 +271,10 @@ class PipelineEngine:
         """While stages may be called."""
         self._is_running = True
         try:
-            yield
+            with warnings.catch_warnings():
+                # A stage ends with a block, whose output FSDP2 has made a view; nothing changes it in place.
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+                yield
         finally:
             self._is_running = False
 

@@ -24,6 +24,8 @@ _KINDS = {
     "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, 2, is_v=True),
 }
 SCHEDULES = tuple(_KINDS)
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Those that compute gradients of inputs and of weights apart."""
 
 
 @dataclass(frozen=True)

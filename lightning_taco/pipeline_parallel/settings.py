@@ -12,7 +12,8 @@ from lightning_taco.pipeline_parallel.wire import NAMED_CODECS, is_available
 DEFAULT_MIN_BYTES = 1 << 16
 PIPELINE_RECIPES = ("tah_quant", "int8", "int4", "none")
 
-TransferChoice = CodecConfig | Literal["tah_quant"] | None
+NamedCodec = Literal["tah_quant", "fixed_point_8", "fixed_point_7", "fixed_point_6"]
+TransferChoice = CodecConfig | NamedCodec | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class PipelineConfig:
     """How activations travel to the next pipeline stage, and their gradients back.
 
     Args:
-        forward: codec of activations: a `CodecConfig`, the name of a codec for transfers, or ``None``: as they are.
+        forward: codec of activations: a `CodecConfig`, the name of a codec for transfers (``"tah_quant"``,
+            ``"fixed_point_8"``, ``"fixed_point_7"``, ``"fixed_point_6"``), or ``None``: as they are.
         backward: the same of their gradients.
         min_bytes: a tensor of fewer bytes than this, before compression, is sent as it is.
         during_validation: compress in validation, test and prediction too.
@@ -90,7 +92,7 @@ def _recipe(name: str) -> PipelineConfig | None:
         return PipelineConfig(forward=few, backward=CodecConfig(element="int4", rounding="stochastic"))
     if name == "tah_quant":
         # The paper's: TAH-Quant forward, fixed point backward.
-        return PipelineConfig(forward="tah_quant", backward=CodecConfig(element="int8", rotation=False))
+        return PipelineConfig(forward="tah_quant", backward="fixed_point_8")
     return None
 
 

@@ -16,8 +16,14 @@ from torch import Tensor
 from lightning_taco.codec import VALUE_DTYPES, MessageLayout, decode, encode
 from lightning_taco.config import CodecConfig
 
-NAMED_CODECS = {"tah_quant": ("lightning_taco.codec.tah_quant", "TahQuantCodec")}
-"""Codecs for transfers by name: the module and the class, which is imported when a run asks for it."""
+_FIXED_POINT = ("lightning_taco.codec.fixed_point", "FixedPoint")
+NAMED_CODECS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "tah_quant": ("lightning_taco.codec.tah_quant", "TahQuant", {}),
+    "fixed_point_8": (*_FIXED_POINT, {"bits": 8}),
+    "fixed_point_7": (*_FIXED_POINT, {"bits": 7}),
+    "fixed_point_6": (*_FIXED_POINT, {"bits": 6}),
+}
+"""Codecs for transfers by name: module, class and arguments; imported when a run asks for it."""
 
 
 class TransferCodec(Protocol):
@@ -66,8 +72,8 @@ def transfer_codec(choice: CodecConfig | str) -> TransferCodec:
     """The codec that a `PipelineConfig` names."""
     if isinstance(choice, CodecConfig):
         return BlockCodec(choice)
-    module, name = NAMED_CODECS[choice]
-    return getattr(import_module(module), name)()
+    module, name, arguments = NAMED_CODECS[choice]
+    return getattr(import_module(module), name)(**arguments)
 
 
 @lru_cache(maxsize=8)

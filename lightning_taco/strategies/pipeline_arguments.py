@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_taco.data_parallel import DataParallelConfig
 from lightning_taco.pipeline_parallel import PipelineConfig, resolve_pipeline
+from lightning_taco.pipeline_parallel.schedules import SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,21 @@ def checked_pipeline(
             _require_count("an index of pipeline_split", index)
         split = tuple(split)
     return PipelineArguments(size, schedule, num_microbatches, split, resolve_pipeline(compression))
+
+
+def check_accumulation(arguments: PipelineArguments, data_parallel: DataParallelConfig | None) -> None:
+    """Refuse gradients kept in few bits where torch gives weights their gradients past the hooks that keep them.
+
+    Raises:
+        ValueError: naming schedules that work.
+    """
+    has_accumulation = data_parallel is not None and data_parallel.accumulation is not None
+    if arguments.size > 1 and has_accumulation and arguments.schedule in SPLIT_BACKWARD:
+        raise ValueError(
+            f"pipeline_schedule={arguments.schedule!r} gives weights their gradients apart from backward, past what "
+            "keeps them in few bits (data_parallel with accumulation, such as 'quangrad'); use '1F1B' or "
+            "'Interleaved1F1B', or data_parallel='tlq_hs'."
+        )
 
 
 def _require_count(name: str, value: object) -> None:

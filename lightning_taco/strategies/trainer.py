@@ -39,7 +39,7 @@ from lightning_taco.strategies.gradients import (
     is_norm_right_in_torch,
 )
 from lightning_taco.strategies.pipeline import Pipeline
-from lightning_taco.strategies.pipeline_arguments import checked_pipeline
+from lightning_taco.strategies.pipeline_arguments import check_accumulation, checked_pipeline
 from lightning_taco.strategies.report import print_axes_table
 from lightning_taco.strategies.weight_tying import preserve_tied_parameters
 
@@ -121,6 +121,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.data_parallel = DataParallel(arguments.checked_data_parallel(data_parallel))
         stages = pipeline_parallel_size, pipeline_schedule, num_microbatches, pipeline_split, pipeline_compression
         self.pipeline = Pipeline(checked_pipeline(*stages), sample_every_n_steps)
+        check_accumulation(self.pipeline.arguments, self.data_parallel.config)
         self._must_check_batch = True
 
     @property
