@@ -3,6 +3,7 @@
 Its checkpoints fit every layout. The case of 16 ranks is slow, and runs only when it is asked for: `-m slow`.
 """
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_taco import CompressionConfig, DataParallelConfig, PipelineConfig
 from lightning_taco.activations import ActivationConfig
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor
 from lightning_taco.data_parallel.settings import weight_differences
+from lightning_taco.pipeline_parallel import agreement
 from tests.lightning_models import (
     make_trainer,
     warm_lightning,  # noqa: F401  a fixture
@@ -164,6 +166,46 @@ def test_sequence_parallelism_recomputation_and_stored_activations_within_stages
             torch.testing.assert_close(exact, expected, rtol=1e-5, atol=0)
         torch.testing.assert_close(losses[3], expected, rtol=2e-2, atol=0)
         assert losses[3] != losses[2]
+
+
+class Faulty(LanguageModule):
+    """Its last block raises in the second batch, on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...], **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.ranks = ranks
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError(f"a bad batch on rank {dist.get_rank()}")
+
+        if batch_idx == 1 and dist.get_rank() in self.ranks:
+            self.model.head.register_forward_pre_hook(fail)
+
+
+def test_failures_of_all_and_of_some_ranks_of_a_stage_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all end every rank with the message; that of one rank ends that rank, and so the others."""
+    monkeypatch.setattr(agreement, "PEERS_TIMEOUT", timedelta(seconds=1))
+
+    def check(rank: int, ranks: tuple[int, ...]) -> str:
+        module = Faulty(ranks, vocab_size=VOCABULARY, sequence_length=LENGTH, num_layers=2, hidden_size=32, num_heads=4)
+        loader: DataLoader[Any] = DataLoader(Pairs(32), batch_size=16)
+        try:
+            make_trainer(layout(1, 2, 2)).fit(module, loader)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    texts = run_forked(4, lambda rank: check(rank, (2, 3)), 60)
+    assert [text.startswith("StageFailedError") for text in texts] == [True, True, False, False]
+    assert ["a bad batch on rank 2" in text for text in texts] == [True, False, True, False]
+    assert ["a bad batch on rank 3" in text for text in texts] == [False, True, False, True]
+    with pytest.raises(AssertionError, match="a bad batch on rank 3"):
+        run_forked(4, lambda rank: _only(check(rank, (3,))), 60)
+
+
+def _only(text: str) -> None:
+    raise RuntimeError(text)
 
 
 @pytest.mark.parametrize("is_folder", [True, False])

@@ -9,6 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from lightning_taco import _compat
 from lightning_taco.pipeline_parallel.failure import Failure, StageFailedError
 from lightning_taco.pipeline_parallel.microbatches import REPEATED
 
+PEERS_TIMEOUT = timedelta(seconds=10)
+
 
 class Agreement:
     """Between the ranks of one pipeline.
@@ -27,10 +30,18 @@ class Agreement:
         group: the pipeline axis, over which tensors travel.
         host: the same ranks over gloo; see `host_group`.
         device: of this rank.
+        peers: over gloo, the ranks of other pipelines with the same stages, which may exchange within a stage; ``None``
+            for none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.host, self.device = group, host, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        host: dist.ProcessGroup,
+        device: torch.device,
+        peers: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.host, self.device, self.peers = group, host, device, peers
         self._shapes: dict[int, bytes] = {}
 
     def numbers(self, *mine: int) -> list[list[int]]:
@@ -51,6 +62,22 @@ class Agreement:
         box = [mine]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host)
         return box[0]
+
+    def meet_peers(self, error: BaseException) -> None:
+        """Wait, after `error`, for the peers to fail as well.
+
+        If they do, all of them can go on to the end of the step, where every rank gets the message. If one does not, it
+        will wait for this rank in an exchange within the stage: then this rank ends at once, and with it the run.
+
+        Raises:
+            BaseException: `error`, when a peer did not come in time.
+        """
+        if self.peers is None:
+            return
+        try:
+            dist.monitored_barrier(self.peers, timeout=PEERS_TIMEOUT)
+        except RuntimeError:
+            raise error from None
 
     def raise_failure(self, failure: Failure) -> None:
         """Raise what any rank has noted, on all of them.
@@ -164,10 +191,10 @@ def host_group(group: dist.ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> 
     """
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
-    mine = None
-    for ranks in all_ranks:
-        made = dist.new_group(list(ranks), backend="gloo")
-        if dist.get_rank() in ranks:
-            mine = made
-    assert mine is not None
-    return mine
+    return new_host_group(all_ranks)
+
+
+def new_host_group(all_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This process's of several groups over gloo, which all processes of the run make together."""
+    groups = [dist.new_group(list(ranks), backend="gloo") for ranks in all_ranks]
+    return next(made for made, ranks in zip(groups, all_ranks, strict=True) if dist.get_rank() in ranks)

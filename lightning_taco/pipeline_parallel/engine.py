@@ -87,7 +87,7 @@ class PipelineEngine:
         self.name, self.module = find_pipelined(root)
         self.num_microbatches, self.config, self.replica = num_microbatches, config, replica
         self.counts = Counts(TrafficCounters(), TrafficCounters())
-        self.step = Step()
+        self.step = Step(on_failure=agreement.meet_peers)
         self.num_runs = 0
         self._seed = agreement.object_of(0, torch.initial_seed())
         self._is_running = False
@@ -287,7 +287,7 @@ class PipelineEngine:
                 with self.step.forward_scope(index):
                     return self._answer(output, index)
             except Exception as error:
-                self.step.failure.note(error, f"the step on micro-batch {index}, after the last stage")
+                self.step.fail(error, f"the step on micro-batch {index}, after the last stage")
         return torch.zeros((), device=self.agreement.device)
 
     def _shared(self, plan: _Plan, extra: Callable[[], Any] | None) -> tuple[Outcome, Any]:

@@ -27,6 +27,10 @@ def _no_scope(_: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _nothing(_: BaseException) -> None:
+    """Go on."""
+
+
 @dataclass
 class Step:
     """What the stages of one rank share while a step runs.
@@ -35,6 +39,7 @@ class Step:
         inputs: of the first stage, by micro-batch.
         number: of the training step, for random numbers.
         failure: the first exception.
+        on_failure: called with it; if it raises, the rank ends at once, else it goes on with zeros.
         forward_scope: entered around the forward of each micro-batch, which it is given.
         backward_scope: the same for backward.
         backward: runs backward from a loss in place of autograd; ``None`` for autograd.
@@ -43,9 +48,16 @@ class Step:
     inputs: list[tuple[Any, ...]] = field(default_factory=list)
     number: int = 0
     failure: Failure = field(default_factory=Failure)
+    on_failure: Callable[[BaseException], None] = _nothing
     forward_scope: Callable[[int], AbstractContextManager[None]] = _no_scope
     backward_scope: Callable[[int], AbstractContextManager[None]] = _no_scope
     backward: Callable[[Tensor], None] | None = None
+
+    def fail(self, error: BaseException, place: str) -> None:
+        """Note the first exception, and go on or not."""
+        if self.failure.error is None:
+            self.failure.note(error, place)
+            self.on_failure(error)
 
 
 class CompressedStage(PipelineStage):
@@ -261,7 +273,7 @@ class CompressedStage(PipelineStage):
         try:
             return run()
         except Exception as error:
-            self._step.failure.note(error, f"stage {self.stage_index}, {what}")
+            self._step.fail(error, f"stage {self.stage_index}, {what}")
             return _FAILED
 
     def _receive(self, border: Border | None, direction: Direction, chunk: int, stage: int) -> list[dist.P2POp]:

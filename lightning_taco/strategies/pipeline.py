@@ -25,6 +25,7 @@ from lightning_taco.pipeline_parallel import (
     cut,
     host_group,
     make_layout,
+    new_host_group,
 )
 from lightning_taco.pipeline_parallel.errors import TransferErrors
 from lightning_taco.pipeline_parallel.layers import find_pipelined
@@ -64,7 +65,6 @@ class Pipeline:
         self.errors: dict[str, float] = {}
         self.num_samples = 0
         self._agreement: Agreement | None = None
-        self._mesh: DeviceMesh | None = None
         self._module: pl.LightningModule | None = None
         self._logs: StepLogs | None = None
         self._must_check_batch = True
@@ -99,13 +99,14 @@ class Pipeline:
         """Meet the other ranks of this pipeline. All processes of the run call it, once the mesh is there."""
         if not self.is_on:
             return
-        if self._agreement is not None and self._agreement.host is not self._agreement.group:
-            dist.destroy_process_group(self._agreement.host)  # of the run before, kept for saving after it
+        if self._agreement is not None:  # of the run before, kept for saving after it
+            self._leave(self._agreement)
         axes = {name: place for place, name in enumerate(mesh.mesh_dim_names or ())}
-        ranks = mesh.mesh.movedim(axes[PIPELINE_PARALLEL], -1).reshape(-1, self.arguments.size).tolist()
+        ranks = mesh.mesh.movedim(axes[PIPELINE_PARALLEL], -1).reshape(-1, self.arguments.size)
         group = mesh[PIPELINE_PARALLEL].get_group()
-        self._agreement = Agreement(group, host_group(group, ranks), device)
-        self._mesh = mesh
+        host = host_group(group, ranks.tolist())
+        peers = new_host_group(ranks.T.tolist()) if len(ranks) > 1 else None
+        self._agreement = Agreement(group, host, device, peers)
 
     def cut(self, root: nn.Module) -> Cut | None:
         """Leave in `root` the layers of this rank's stages only."""
@@ -235,6 +236,13 @@ class Pipeline:
         """Print what crossed the borders of rank 0's stages; nothing if nothing did."""
         if self.counts is not None:
             report.print_pipeline_table(self.counts)
+
+    @staticmethod
+    def _leave(agreement: Agreement) -> None:
+        if agreement.host is not agreement.group:
+            dist.destroy_process_group(agreement.host)
+        if agreement.peers is not None:
+            dist.destroy_process_group(agreement.peers)
 
     def _run(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], loss_of: Any = None) -> Any:
         engine, _ = self._running()
