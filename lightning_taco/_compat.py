@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -245,9 +246,11 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def between_ranks(ops: list[dist.P2POp], group: dist.ProcessGroup | None) -> list[dist.P2POp]:
-    """`ops` without those that this rank would do with itself, which gloo cannot."""
-    return [op for op in ops if op.peer != dist.get_rank()]
+class PipelineStageBetweenRanks(PipelineStage):
+    """torch's pipeline stage, which, to open communicators, sends nothing from a rank to itself: gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

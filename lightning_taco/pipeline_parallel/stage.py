@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from lightning_taco import _compat
 from lightning_taco.collectives.traffic import Direction
@@ -60,7 +59,7 @@ class Step:
             self.on_failure(error)
 
 
-class CompressedStage(PipelineStage):
+class CompressedStage(_compat.PipelineStageBetweenRanks):
     """One stage of a pipeline.
 
     Args:
@@ -162,21 +161,18 @@ class CompressedStage(PipelineStage):
         output: Any = loss if self.is_last else outputs
         gradients = None if self.is_last else self._received_gradients(bwd_chunk_id)
         state = {"stage_output": output, "output_grads": gradients, "input_values": inputs}
-        found = self._guarded(
-            lambda: self._backward(bwd_chunk_id, state, full_backward, last_backward),
-            f"backward of micro-batch {bwd_chunk_id}",
-        )
-        grads = (None,) * len(inputs) if found is _FAILED else found
-        if self._incoming is not None and self._is_elsewhere(self.stage_index - 1):
-            self._to_send["backward", bwd_chunk_id] = self._packed(self._incoming, grads, "backward", bwd_chunk_id)
-        elif self._incoming is not None:
-            self.bwd_cache[bwd_chunk_id] = tuple(grads)
+
+        def run() -> None:
+            grads = self._backward(bwd_chunk_id, state, full_backward, last_backward)
+            self._hand_back(bwd_chunk_id, grads)
+
+        if self._guarded(run, f"backward of micro-batch {bwd_chunk_id}") is _FAILED:
+            self._hand_back(bwd_chunk_id, (None,) * len(inputs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the other half of a backward that was of inputs only."""
         if not self.has_backward or self._step.failure.error is not None:
             return
-
         inputs, groups, output, gradients = self.backward_state.pop(bwd_chunk_id, (None,) * 4)
         if output is None:
             return
@@ -193,9 +189,6 @@ class CompressedStage(PipelineStage):
         """Let FSDP2 reduce what all micro-batches have added up."""
         if self.has_backward and self._step.failure.error is None:
             self._guarded(lambda: super(CompressedStage, self).perform_reduce_grad(grad_scale_factor), "reduction")
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return _compat.between_ranks(super()._get_init_p2p_neighbors_ops(), self.group)
 
     def _forward(self, chunk: int, inputs: tuple[Any, ...]) -> Any:
         with self._step.forward_scope(chunk):
@@ -226,6 +219,15 @@ class CompressedStage(PipelineStage):
             grads, groups = self.backward_maybe_with_nosync("input", state, last_backward=last_backward)
         self.backward_state[chunk] = (state["input_values"], groups, state["stage_output"], state["output_grads"])
         return grads
+
+    def _hand_back(self, chunk: int, grads: tuple[Tensor | None, ...]) -> None:
+        """Pack the gradients of the inputs, or keep them for a stage of this same rank."""
+        if self._incoming is None:
+            return
+        if self._is_elsewhere(self.stage_index - 1):
+            self._to_send["backward", chunk] = self._packed(self._incoming, grads, "backward", chunk)
+        else:
+            self.bwd_cache[chunk] = tuple(grads)
 
     def _own_backward(self, loss: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
         """`Step.backward`, where the user's module has a backward of its own: of inputs and weights at once."""
@@ -265,7 +267,7 @@ class CompressedStage(PipelineStage):
         peer = self.stage_index + (1 if direction == "forward" else -1)
         if border is None or not self._is_elsewhere(peer):
             return []
-        return border.pack(tensors, direction, Moment(self._step.number, chunk))
+        return border.pack(tensors, direction, Moment(self._step.number, chunk), self.device)
 
     def _guarded(self, run: Callable[[], Any], what: str) -> Any:
         if self._step.failure.error is not None:

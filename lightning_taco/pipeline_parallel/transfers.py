@@ -95,8 +95,10 @@ class Border:
         backward = tuple(_way(spec, config, "backward") if spec.requires_grad else None for spec in specs)
         self.ways: dict[Direction, tuple[Way | None, ...]] = {"forward": forward, "backward": backward}
 
-    def pack(self, tensors: Sequence[Tensor | None], direction: Direction, moment: Moment) -> list[Tensor]:
-        """The messages of `tensors`: ``uint8``, one for each that travels and is not empty.
+    def pack(
+        self, tensors: Sequence[Tensor | None], direction: Direction, moment: Moment, device: torch.device
+    ) -> list[Tensor]:
+        """The messages of `tensors`: ``uint8``, one for each that travels and is not empty; zeros for ``None``.
 
         Raises:
             ValueError: for tensors other than were agreed, before anything of them is sent.
@@ -108,7 +110,7 @@ class Border:
                 continue
             tensor = tensors[place]
             if tensor is None:
-                tensor = torch.zeros(way.spec.shape, dtype=way.spec.dtype, device=self._device(tensors))
+                tensor = torch.zeros(way.spec.shape, dtype=way.spec.dtype, device=device)
             self._count(self._counts.sent, way, direction)
             messages.append(self._message(tensor.detach(), way, direction, place, moment))
         return messages
@@ -174,10 +176,6 @@ class Border:
     def _count(self, counters: TrafficCounters, way: Way, direction: Direction) -> None:
         key = TrafficKey(self.place, direction, "send", way.outcome)
         counters.record(key, way.spec.num_bytes, way.message_bytes)
-
-    @staticmethod
-    def _device(tensors: Sequence[Tensor | None]) -> torch.device:
-        return next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
 
 
 def _way(spec: TensorSpec, config: PipelineConfig | None, direction: Direction) -> Way:
