@@ -1,5 +1,6 @@
 """Pipelines against one process, over forked gloo ranks: schedules, shapes, codecs, and what must end on all ranks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_taco.config import CodecConfig
 from lightning_taco.pipeline_parallel import SCHEDULES, PipelineConfig, resolve_pipeline
+from lightning_taco.strategies.gradients import clip_gradients_by_norm, gradient_norm
 from tests.pipeline_models import WIDTH, Chain, Holder, Residual, make_engine, one_process, tokens, train_step
 from tests.ranks import run_forked
 
@@ -260,6 +262,9 @@ def test_what_cannot_run_is_refused_on_all_ranks_before_the_first_send() -> None
     def step_twice_called(root: Any, part: Tensor) -> Tensor:
         return (root.model(part) + root.model(part)).sum()
 
+    def step_of_other_lengths(root: Any, part: Tensor) -> Tensor:
+        return root.model(part[:, : 3 + int(part[0, 0]) % 2]).sum()
+
     def step_with_keyword(root: Any, part: Tensor) -> Tensor:
         return root.model(tokens=part).sum()
 
@@ -276,6 +281,7 @@ def test_what_cannot_run_is_refused_on_all_ranks_before_the_first_send() -> None
             "not called": run(tokens(), step_without_model),
             "twice": run(tokens(), step_twice_called),
             "keyword": run(tokens(), step_with_keyword),
+            "lengths": run(torch.arange(8).view(8, 1).expand(8, 5).contiguous() // 2, step_of_other_lengths),
             "other batch": run(tokens(8, 6 + rank)),
             "one rank only": run(tokens(8) if rank else tokens(8)[:0]),
             "too large a token": run(tokens() + 1000),
@@ -291,6 +297,7 @@ def test_what_cannot_run_is_refused_on_all_ranks_before_the_first_send() -> None
         assert "has not called Chain" in result["not called"]
         assert "called twice in one step" in result["twice"]
         assert "keyword arguments tokens" in result["keyword"]
+        assert "the model is given int64 [2, 3] in one and int64 [2, 4] in another" in result["lengths"]
         assert "must get the same batch" in result["other batch"]
         assert "[8, 7]" in result["other batch"]
         assert "this one has 0" in result["one rank only"]
@@ -320,6 +327,34 @@ def test_evaluation_gives_every_rank_what_the_step_returned() -> None:
             assert (result["size"], result["name"], result["none"]) == (2, "x", None)
             firsts = torch.stack([expected[2 * part].flatten()[0] for part in range(3)])
             torch.testing.assert_close(result["first"], firsts.mean().detach())
+
+
+def test_norms_over_stages_are_those_of_the_whole_model() -> None:
+    orders = (1.0, 2.0, math.inf)
+
+    def check(rank: int) -> list[float]:
+        _, gradients = one_process(Chain, tokens())
+        whole = torch.cat([each.flatten() for each in gradients.values()])
+        holder = Holder(Chain())
+        engine = make_engine(holder, "1F1B")
+        train_step(engine, tokens())
+        group, parameters = engine.agreement.group, list(holder.parameters())
+        found = [
+            abs(gradient_norm(parameters, order, pipeline=group).item() / whole.norm(order).item() - 1)
+            for order in orders
+        ]
+        norm = clip_gradients_by_norm(parameters, 0.1, pipeline=group).item()
+        found.append(abs(norm / whole.norm().item() - 1))
+        found.append(abs(gradient_norm(parameters, pipeline=group).item() / 0.1 - 1))
+        if rank:
+            parameters[0].grad[0] = math.nan  # type: ignore[index]
+        for order in orders:
+            assert math.isnan(gradient_norm(parameters, order, pipeline=group).item())
+        nothing = gradient_norm([] if rank else parameters, pipeline=group).item()
+        assert nothing == pytest.approx(gradient_norm(parameters).item()) if rank == 0 else nothing > 0
+        return found
+
+    assert max(map(max, run_forked(2, check))) < 1e-5
 
 
 def test_random_numbers_of_a_step_are_the_same_where_it_is_heard_and_answered() -> None:

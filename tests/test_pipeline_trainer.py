@@ -337,7 +337,7 @@ def test_compressed_transfers_are_counted_sampled_and_said() -> None:
     first, last = run_forked(2, check)
     assert {(key.direction, key.outcome): count for key, count in first["sent"].items()} == {
         ("forward", "compressed"): 12,
-        ("forward", "not compressed in forward"): 12,
+        ("forward", "evaluation"): 12,
     }, "validation goes as it is"
     assert {(key.direction, key.outcome): count for key, count in last["sent"].items()} == {
         ("backward", "compressed"): 12

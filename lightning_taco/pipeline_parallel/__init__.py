@@ -7,7 +7,7 @@ from lightning_taco.pipeline_parallel.agreement import Agreement, host_group, ne
 from lightning_taco.pipeline_parallel.cutting import Cut, LayerOfAnotherStage, cut, cut_of, whole_names
 from lightning_taco.pipeline_parallel.engine import Outcome, PipelineEngine
 from lightning_taco.pipeline_parallel.failure import StageFailedError
-from lightning_taco.pipeline_parallel.schedules import SCHEDULES, Layout, check_num_microbatches, make_layout
+from lightning_taco.pipeline_parallel.schedules import SCHEDULES, Layout, Schedule, check_num_microbatches, make_layout
 from lightning_taco.pipeline_parallel.settings import PIPELINE_RECIPES, PipelineConfig, resolve_pipeline
 from lightning_taco.pipeline_parallel.wire import BlockCodec, TransferCodec
 
@@ -22,6 +22,7 @@ __all__ = [
     "Outcome",
     "PipelineConfig",
     "PipelineEngine",
+    "Schedule",
     "StageFailedError",
     "TransferCodec",
     "check_num_microbatches",

@@ -209,8 +209,9 @@ class PipelineEngine:
         with self._running():
             outputs = outputs_by_stage(self.modules, layout, given, self.agreement)
         config = self.config if is_training or (self.config and self.config.during_validation) else None
+        reason = "evaluation" if self.config and not is_training else "compression is off"
         borders = [
-            Border(stage, self._place(stage), specs, config, self.counts, self.replica)
+            Border(stage, self._place(stage), specs, config, self.counts, self.replica, reason)
             for stage, specs in enumerate(outputs)
         ]
         stages = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed.pipelining as pipelining
 
@@ -23,7 +23,8 @@ _KINDS = {
     "InterleavedZeroBubble": _Kind(pipelining.ScheduleInterleavedZeroBubble, 2),
     "ZBVZeroBubble": _Kind(pipelining.ScheduleZBVZeroBubble, 2, is_v=True),
 }
-SCHEDULES = tuple(_KINDS)
+Schedule = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Those that compute gradients of inputs and of weights apart."""
 

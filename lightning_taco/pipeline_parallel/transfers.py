@@ -76,6 +76,7 @@ class Border:
         config: what is compressed; ``None`` for nothing.
         counts: where every message is counted.
         replica: of this rank along the data-parallel axis: replicas round with other random numbers.
+        reason: why nothing is compressed, where `config` is ``None``, as the counters say it.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class Border:
         config: PipelineConfig | None,
         counts: Counts,
         replica: int = 0,
+        reason: str = "compression is off",
     ) -> None:
         self.stage, self.place, self.specs = stage, place, tuple(specs)
         self._counts, self._replica = counts, replica
         self._seed = 0 if config is None else config.seed
-        forward = tuple(_way(spec, config, "forward") for spec in specs)
+        forward = tuple(_way(spec, config, "forward", reason) for spec in specs)
         # Only what takes part in backward comes back.
-        backward = tuple(_way(spec, config, "backward") if spec.requires_grad else None for spec in specs)
+        backward = tuple(_way(spec, config, "backward", reason) if spec.requires_grad else None for spec in specs)
         self.ways: dict[Direction, tuple[Way | None, ...]] = {"forward": forward, "backward": backward}
 
     def pack(
@@ -178,11 +180,11 @@ class Border:
         counters.record(key, way.spec.num_bytes, way.message_bytes)
 
 
-def _way(spec: TensorSpec, config: PipelineConfig | None, direction: Direction) -> Way:
+def _way(spec: TensorSpec, config: PipelineConfig | None, direction: Direction, reason: str) -> Way:
     choice = None if config is None else getattr(config, direction)
     codec, outcome = None, COMPRESSED
     if config is None or choice is None:
-        outcome = f"not compressed in {direction}"
+        outcome = reason if config is None else f"as it is in {direction}"
     elif not can_encode(spec.dtype):
         outcome = f"dtype {str(spec.dtype).removeprefix('torch.')}"
     elif spec.num_bytes < config.min_bytes:

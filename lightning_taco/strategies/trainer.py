@@ -28,7 +28,7 @@ from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
 from lightning_taco.data_parallel import DataParallelConfig
 from lightning_taco.dtensor.session import CompressionSession
-from lightning_taco.pipeline_parallel import PipelineConfig, cut_of
+from lightning_taco.pipeline_parallel import PipelineConfig, Schedule, cut_of
 from lightning_taco.strategies import arguments, checkpoints, checks, pipeline_checkpoints
 from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
@@ -55,6 +55,12 @@ class TacoTPStrategy(ModelParallelStrategy):
     A checkpoint holds the state of the compression too, so that a run that is resumed with ``ckpt_path`` has the bits
     of one that was not broken. It loads under Lightning's own strategy, and the other way round.
 
+    With ``pipeline_parallel_size`` above 1 the model (the module, or one within it) has a method ``pipeline_layers()``
+    that lists what its forward runs, one after another: modules, or ``(function, *modules)``. ``training_step`` and the
+    others stay as they are, and call the model once, with positional arguments. They run on the ranks of the last stage
+    for each micro-batch, where that call is answered by the pipeline. Up to that call they also run on the ranks of the
+    first stage, with the same random numbers. What they return and log is averaged over micro-batches, on all ranks.
+
     Args:
         compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
             ``None``: off, and bit-equal to `ModelParallelStrategy`.
@@ -70,9 +76,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         timeout: limit of a collective, seconds or a ``timedelta``.
         activations: how what backward needs is stored: ``"agoq"`` (4 bits a value), an `ActivationConfig`, or ``None``
             for stock autograd.
-        pipeline_parallel_size: ranks along the pipeline axis, each with some of the layers that the model's
-            ``pipeline_layers()`` lists; 1 for no pipeline. ``training_step`` and the others stay as they are: they run
-            on the ranks of the last stage, for each micro-batch, and what they return and log is on all ranks.
+        pipeline_parallel_size: ranks along the pipeline axis, each with some of the model's layers; 1: no pipeline.
         pipeline_schedule: ``"1F1B"``, ``"GPipe"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``
             or ``"ZBVZeroBubble"``; the last four give each rank two stages or more.
         num_microbatches: into how many a batch is cut; ``None`` for two for each rank of the pipeline. A batch that is
@@ -102,7 +106,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         activations: ActivationConfig | str | None = None,
         data_parallel: DataParallelConfig | str | None = None,
         pipeline_parallel_size: int = 1,
-        pipeline_schedule: str = "1F1B",
+        pipeline_schedule: Schedule = "1F1B",
         num_microbatches: int | None = None,
         pipeline_split: list[int] | None = None,
         pipeline_compression: PipelineConfig | str | None = None,
