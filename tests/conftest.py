@@ -26,6 +26,8 @@ LONGEST = (
     "codec_family",
     "trainer_checkpoints",
     "trainer_strategy",
+    "pipeline_3d",
+    "pipeline_trainer",
     "parity",
     "launch",
     "codec_kernels",

@@ -119,12 +119,12 @@ def layout(data: int, pipeline: int, tensor: int, **arguments: Any) -> TacoTPStr
 
 def test_eight_ranks_train_as_one_process_does() -> None:
     """To 1e-4 as they are; close with every axis compressed, whose sites say axis, stage and module."""
-    expected = run_forked(1, lambda _: fit("auto", 4)[0])[0]
+    expected = run_forked(1, lambda _: fit("auto", 3)[0])[0]
 
     def check(rank: int) -> tuple[list[float], list[float], set[str]]:
-        plain, _ = fit(layout(2, 2, 2), 4)
+        plain, _ = fit(layout(2, 2, 2), 3)
         watchers = [CompressionMonitor(every_n_steps=1, num_exact_sites=1), CompressionGuard(every_n_steps=2)]
-        compressed, trainer = fit(layout(2, 2, 2, **EVERY_AXIS), 4, callbacks=watchers)
+        compressed, trainer = fit(layout(2, 2, 2, **EVERY_AXIS), 3, callbacks=watchers)
         strategy = trainer.strategy
         assert isinstance(strategy, TacoTPStrategy)
         counts = strategy.pipeline.counts
@@ -149,16 +149,16 @@ def test_eight_ranks_train_as_one_process_does() -> None:
 def test_sequence_parallelism_recomputation_and_stored_activations_within_stages() -> None:
     """And loss parallelism, whose backward needs a context of its own, with schedules that cut finer."""
     sizes = {"sequence_parallel": True, "activation_checkpointing": True, "num_layers": 4}
-    expected = run_forked(1, lambda _: fit("auto", 3, sizes={"num_layers": 4})[0])[0]
+    expected = run_forked(1, lambda _: fit("auto", 2, sizes={"num_layers": 4})[0])[0]
 
     def check(rank: int) -> list[list[float]]:
         split = {"shard_weights": False}
-        found = [fit(layout(1, 2, 2, pipeline_schedule="Interleaved1F1B"), 3, sizes=sizes | split)[0]]
+        found = [fit(layout(1, 2, 2, pipeline_schedule="Interleaved1F1B"), 2, sizes=sizes | split)[0]]
         loss_parallel = sizes | {"loss_parallel": True}
-        found.append(fit(layout(1, 2, 2), 3, sizes=loss_parallel)[0])
-        found.append(fit(layout(1, 2, 2, pipeline_schedule="ZBVZeroBubble"), 3, sizes={"num_layers": 4})[0])
+        found.append(fit(layout(1, 2, 2), 2, sizes=loss_parallel)[0])
+        found.append(fit(layout(1, 2, 2, pipeline_schedule="ZBVZeroBubble"), 2, sizes={"num_layers": 4})[0])
         stored = layout(1, 2, 2, activations=ActivationConfig(min_numel=1))
-        found.append(fit(stored, 3, sizes={"num_layers": 4})[0])
+        found.append(fit(stored, 2, sizes={"num_layers": 4})[0])
         return found
 
     for losses in run_forked(4, check, 240):
@@ -183,25 +183,38 @@ class Faulty(LanguageModule):
             self.model.head.register_forward_pre_hook(fail)
 
 
-def test_failures_of_all_and_of_some_ranks_of_a_stage_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all end every rank with the message; that of one rank ends that rank, and so the others."""
-    monkeypatch.setattr(agreement, "PEERS_TIMEOUT", timedelta(seconds=1))
+def fit_faulty(ranks: tuple[int, ...]) -> str:
+    """What ends the fit of a model that fails on `ranks`, the message of an exception."""
+    module = Faulty(ranks, vocab_size=VOCABULARY, sequence_length=LENGTH, num_layers=2, hidden_size=32, num_heads=4)
+    loader: DataLoader[Any] = DataLoader(Pairs(32), batch_size=16)
+    try:
+        make_trainer(layout(1, 2, 2)).fit(module, loader)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
-    def check(rank: int, ranks: tuple[int, ...]) -> str:
-        module = Faulty(ranks, vocab_size=VOCABULARY, sequence_length=LENGTH, num_layers=2, hidden_size=32, num_heads=4)
-        loader: DataLoader[Any] = DataLoader(Pairs(32), batch_size=16)
-        try:
-            make_trainer(layout(1, 2, 2)).fit(module, loader)
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing was raised"
 
-    texts = run_forked(4, lambda rank: check(rank, (2, 3)), 60)
+def test_a_failure_of_all_ranks_of_a_stage_ends_every_rank_with_its_message() -> None:
+    texts = run_forked(4, lambda _: fit_faulty((2, 3)), 60)
     assert [text.startswith("StageFailedError") for text in texts] == [True, True, False, False]
     assert ["a bad batch on rank 2" in text for text in texts] == [True, False, True, False]
     assert ["a bad batch on rank 3" in text for text in texts] == [False, True, False, True]
+
+
+def test_fsdp_with_several_stages_a_rank_is_refused() -> None:
+    def check(rank: int) -> str:
+        with pytest.raises(ValueError, match="gives a rank several stages, but FSDP2 gathers one model") as caught:
+            fit(layout(2, 2, 1, pipeline_schedule="Interleaved1F1B"), 1)
+        return str(caught.value)
+
+    assert all('use "1F1B" or "GPipe" with FSDP2' in text for text in run_forked(4, check, 60))
+
+
+def test_a_failure_of_one_rank_of_a_stage_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends that rank, and so the others."""
+    monkeypatch.setattr(agreement, "PEERS_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(AssertionError, match="a bad batch on rank 3"):
-        run_forked(4, lambda rank: _only(check(rank, (3,))), 60)
+        run_forked(4, lambda _: _only(fit_faulty((3,))), 60)
 
 
 def _only(text: str) -> None:
@@ -210,15 +223,16 @@ def _only(text: str) -> None:
 
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_checkpoint_fits_every_layout(is_folder: bool, tmp_path: Path) -> None:
-    """Data x pipeline x tensor: from 1x2x2 to 2x1x2 and 2x2x1, from 2x1x2 to 1x2x2; losses go on as if unbroken."""
+    """Data x pipeline x tensor, from 1x2x2 to 2x1x2 and to 2x2x1, and back; losses go on as if unbroken."""
     expected = run_forked(1, lambda _: fit("auto", 6)[0])[0]
     save = {"save_distributed_checkpoint": is_folder}
 
     def check(rank: int) -> list[list[float]]:
         # From one file Lightning's own strategy, which runs without a pipeline, cannot load optimizers of FSDP2 and
         # tensor parallelism together; that is no matter of pipelines.
-        ways = [((1, 2, 2), (2, 2, 1)), ((2, 2, 1), (1, 2, 2))]
-        ways += [((1, 2, 2), (2, 1, 2)), ((2, 1, 2), (1, 2, 2))] if is_folder else []
+        ways = [((2, 2, 1), (1, 2, 2))]
+        if is_folder:
+            ways = [((1, 2, 2), (2, 2, 1)), ((1, 2, 2), (2, 1, 2)), ((2, 1, 2), (1, 2, 2))]
         found = []
         for place, (first, second) in enumerate(ways):
             path = tmp_path / str(place)

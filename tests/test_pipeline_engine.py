@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_taco.config import CodecConfig
 from lightning_taco.pipeline_parallel import SCHEDULES, PipelineConfig, resolve_pipeline
@@ -303,6 +305,16 @@ def test_what_cannot_run_is_refused_on_all_ranks_before_the_first_send() -> None
         assert "this one has 0" in result["one rank only"]
         assert "IndexError" in result["too large a token"]
         assert "Pipeline stage 0 cannot run the first micro-batch: IndexError" in result["fresh"]
+
+
+def test_a_model_that_fsdp_has_sharded_as_a_whole_cannot_be_cut() -> None:
+    def check(rank: int) -> str:
+        model = Chain()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return raised(lambda: make_engine(Holder(model)))
+
+    for text in run_forked(2, check):
+        assert "self.trainer.strategy.cut_for_pipeline(model) in configure_model, before fully_shard" in text
 
 
 def test_evaluation_gives_every_rank_what_the_step_returned() -> None:

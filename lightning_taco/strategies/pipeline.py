@@ -127,7 +127,8 @@ class Pipeline:
         self._check_runnable(module)
         replica = mesh["data_parallel"].get_local_rank()
         engine = PipelineEngine(module, self.agreement, self.arguments.num_microbatches, self.config, replica)
-        if isinstance(engine.module, FSDPModule) and self.layout.has_several_stages_a_rank:
+        is_sharded = any(isinstance(each, FSDPModule) for each in engine.module.modules())
+        if is_sharded and self.layout.has_several_stages_a_rank:
             raise ValueError(
                 f"pipeline_schedule={self.layout.schedule!r} gives a rank several stages, but FSDP2 gathers one model "
                 'on each; use "1F1B" or "GPipe" with FSDP2, or do not shard weights (data_parallel="tlq_hs" averages '
