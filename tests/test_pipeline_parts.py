@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taco import PipelineConfig, TacoTPStrategy
+from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.config import CodecConfig
 from lightning_taco.pipeline_parallel import (
     SCHEDULES,
@@ -18,12 +19,14 @@ from lightning_taco.pipeline_parallel import (
     make_layout,
     resolve_pipeline,
     whole_names,
+    wire,
 )
 from lightning_taco.pipeline_parallel.agreement import structure_of
 from lightning_taco.pipeline_parallel.answering import answered, heard_inputs
 from lightning_taco.pipeline_parallel.layers import balanced, find_pipelined, first_layers, read_layers
 from lightning_taco.pipeline_parallel.microbatches import batch_size_of, cut_batch, merged
 from lightning_taco.pipeline_parallel.schedules import num_usable
+from lightning_taco.pipeline_parallel.transfers import Border, Counts, Moment, TensorSpec
 from lightning_taco.strategies import checks
 from lightning_taco.strategies.pipeline_arguments import checked_pipeline
 from tests.pipeline_models import Chain, Holder
@@ -295,6 +298,38 @@ def test_block_codecs_have_the_size_they_announce(shape: tuple[int, ...], dtype:
         decoded = codec.decode(message, tensor.shape, dtype)
         assert (decoded.shape, decoded.dtype) == (tensor.shape, dtype)
         assert (decoded.float() - tensor.float()).norm() <= bound * tensor.float().norm()
+
+
+class AsHalf:
+    """A codec for transfers by name: two bytes a value."""
+
+    def message_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return 2 * shape.numel()
+
+    def encode(self, tensor: Tensor, *, seed: int = 0) -> Tensor:
+        return tensor.to(torch.bfloat16).reshape(-1).view(torch.uint8)
+
+    def decode(self, message: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return message.view(torch.bfloat16).view(shape).to(dtype)
+
+
+def test_a_codec_by_name_is_imported_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wire.NAMED_CODECS, "as_half", (__name__, "AsHalf", {}))
+    wire.is_available.cache_clear()
+    config = PipelineConfig(forward="as_half", backward=None, min_bytes=0)  # type: ignore[arg-type]
+    counts = Counts(TrafficCounters(), TrafficCounters())
+    spec = TensorSpec(torch.Size((2, 3)), torch.float32, True)
+    border = Border(0, "stage_0_to_1/x", [spec, spec._replace(dtype=torch.int64, requires_grad=False)], config, counts)
+    values = [torch.arange(6.0).view(2, 3), torch.arange(6).view(2, 3)]
+    messages = border.pack(values, "forward", Moment(0, 0), torch.device("cpu"))
+    assert [message.numel() for message in messages] == [12, 48], "integers as they are"
+    found = border.unpack(messages, "forward", torch.device("cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))  # type: ignore[arg-type]
+    gradients = border.pack([None, None], "backward", Moment(0, 0), torch.device("cpu"))
+    assert [gradient.count_nonzero().item() for gradient in gradients] == [0], "zeros, and nothing for integers"
+    text = refusal(lambda: border.pack([values[0].double(), values[1]], "forward", Moment(0, 0), torch.device("cpu")))
+    assert "gives float64 [2, 3], int64 [2, 3], but float32 [2, 3], int64 [2, 3] was agreed" in text
+    assert border.seed("forward", 0, Moment(1, 0)) != border.seed("forward", 0, Moment(1, 1))
 
 
 # Schedules

@@ -3,7 +3,7 @@
 Knows no Lightning: `cut` leaves each rank its layers, a `PipelineEngine` runs a user's step through the pipeline.
 """
 
-from lightning_taco.pipeline_parallel.agreement import Agreement, host_group, new_host_group
+from lightning_taco.pipeline_parallel.agreement import Agreement, host_group, peers_group
 from lightning_taco.pipeline_parallel.cutting import Cut, LayerOfAnotherStage, cut, cut_of, whole_names
 from lightning_taco.pipeline_parallel.engine import Outcome, PipelineEngine
 from lightning_taco.pipeline_parallel.failure import StageFailedError
@@ -30,7 +30,7 @@ __all__ = [
     "cut_of",
     "host_group",
     "make_layout",
-    "new_host_group",
+    "peers_group",
     "resolve_pipeline",
     "whole_names",
 ]

@@ -20,7 +20,8 @@ from lightning_taco import _compat
 from lightning_taco.pipeline_parallel.failure import Failure, StageFailedError
 from lightning_taco.pipeline_parallel.microbatches import REPEATED
 
-PEERS_TIMEOUT = timedelta(seconds=10)
+PEERS_TIMEOUT = timedelta(seconds=30)
+"""How long a rank whose stage has failed waits for its peers to fail, too; see `Agreement.meet_peers`."""
 
 
 class Agreement:
@@ -30,8 +31,8 @@ class Agreement:
         group: the pipeline axis, over which tensors travel.
         host: the same ranks over gloo; see `host_group`.
         device: of this rank.
-        peers: over gloo, the ranks of other pipelines with the same stages, which may exchange within a stage; ``None``
-            for none.
+        peers: the ranks of other pipelines with the same stages, which may exchange within a stage; ``None`` for none.
+            See `peers_group`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Agreement:
         if self.peers is None:
             return
         try:
-            dist.monitored_barrier(self.peers, timeout=PEERS_TIMEOUT)
+            dist.barrier(group=self.peers)
         except RuntimeError:
             raise error from None
 
@@ -191,10 +192,14 @@ def host_group(group: dist.ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> 
     """
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
-    return new_host_group(all_ranks)
+    return _own_group(all_ranks)
 
 
-def new_host_group(all_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """This process's of several groups over gloo, which all processes of the run make together."""
-    groups = [dist.new_group(list(ranks), backend="gloo") for ranks in all_ranks]
+def peers_group(all_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This process's of several groups of peers, which all processes of the run make together."""
+    return _own_group(all_ranks, PEERS_TIMEOUT)
+
+
+def _own_group(all_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in all_ranks]
     return next(made for made, ranks in zip(groups, all_ranks, strict=True) if dist.get_rank() in ranks)

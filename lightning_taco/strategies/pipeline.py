@@ -25,7 +25,7 @@ from lightning_taco.pipeline_parallel import (
     cut,
     host_group,
     make_layout,
-    new_host_group,
+    peers_group,
 )
 from lightning_taco.pipeline_parallel.errors import TransferErrors
 from lightning_taco.pipeline_parallel.layers import find_pipelined
@@ -105,7 +105,7 @@ class Pipeline:
         ranks = mesh.mesh.movedim(axes[PIPELINE_PARALLEL], -1).reshape(-1, self.arguments.size)
         group = mesh[PIPELINE_PARALLEL].get_group()
         host = host_group(group, ranks.tolist())
-        peers = new_host_group(ranks.T.tolist()) if len(ranks) > 1 else None
+        peers = peers_group(ranks.T.tolist()) if len(ranks) > 1 else None
         self._agreement = Agreement(group, host, device, peers)
 
     def cut(self, root: nn.Module) -> Cut | None:
