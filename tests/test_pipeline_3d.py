@@ -168,6 +168,24 @@ def test_sequence_parallelism_recomputation_and_stored_activations_within_stages
         assert losses[3] != losses[2]
 
 
+def test_accumulated_gradients_of_sharded_and_of_whole_weights() -> None:
+    """Two batches a step: reduced by FSDP2, and by `data_parallel=` where each rank has whole weights."""
+    settings = {"accumulate_grad_batches": 2}
+    exactly = DataParallelConfig(min_bytes=1 << 30)
+    expected = run_forked(1, lambda _: fit("auto", 4, **settings)[0])[0]
+
+    def check(rank: int) -> list[list[float]]:
+        whole = layout(2, 2, 1, data_parallel=exactly, pipeline_schedule="ZBVZeroBubble")
+        return [
+            fit(layout(2, 2, 1), 4, **settings)[0],
+            fit(whole, 4, sizes={"shard_weights": False}, **settings)[0],
+        ]
+
+    for results in run_forked(4, check, 120):
+        for losses in results:
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
 class Faulty(LanguageModule):
     """Its last block raises in the second batch, on some ranks."""
 
@@ -212,7 +230,7 @@ def test_fsdp_with_several_stages_a_rank_is_refused() -> None:
 
 def test_a_failure_of_one_rank_of_a_stage_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends that rank, and so the others."""
-    monkeypatch.setattr(agreement, "PEERS_TIMEOUT", timedelta(seconds=3))
+    monkeypatch.setattr(agreement, "PEERS_TIMEOUT", timedelta(seconds=5))
     with pytest.raises(AssertionError, match="a bad batch on rank 3") as caught:
         run_forked(4, lambda _: _only(fit_faulty((3,))), 40)
     assert "killed after the time limit" not in str(caught.value), "no rank is left waiting"
