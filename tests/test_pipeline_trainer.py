@@ -15,6 +15,7 @@ from lightning_taco.pipeline_parallel import LayerOfAnotherStage, PipelineConfig
 from lightning_taco.strategies.pipeline import NOTHING_TRAINED
 from tests.lightning_models import captured_messages, full_weights, make_trainer, warm_lightning
 from tests.pipeline_lightning import ChainModule, data, one_process_trainer, pipelined
+from tests.pipeline_models import Chain
 from tests.ranks import run_forked
 
 __all__ = ["warm_lightning"]
@@ -140,6 +141,42 @@ def test_a_resumed_run_has_the_weights_of_an_unbroken_one(is_folder: bool, tmp_p
 
         for name, weight in run_forked(1, in_one_process)[0].items():
             torch.testing.assert_close(weight, expected[name], rtol=2e-6, atol=2e-6)
+
+
+class OwnLayers(ChainModule):
+    """Lists the layers itself, around a model that knows nothing of pipelines, and calls itself."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            chain = Chain(self.num_blocks)
+            self.model = torch.nn.ModuleDict(dict(chain.named_children()))  # type: ignore[assignment]
+
+    def pipeline_layers(self) -> list[Any]:
+        parts: Any = self.model
+        return [parts["embedding"], *parts["blocks"], (self.logits, parts["norm"], parts["head"])]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        parts: Any = self.model
+        return parts["head"](parts["norm"](hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        parts: Any = self.model
+        hidden = parts["embedding"](tokens)
+        for block in parts["blocks"]:
+            hidden = block(hidden)
+        return self.logits(hidden)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).argmax(-1)
+
+
+def test_a_module_may_list_its_layers_itself() -> None:
+    expected = run_forked(1, lambda _: life(one_process_trainer(**SETTINGS), OwnLayers()))[0]
+    for found in run_forked(2, lambda _: life(make_trainer(pipelined(), **SETTINGS), OwnLayers())):
+        assert_same_life(found, expected)
 
 
 def test_callbacks_see_the_loss_on_every_rank(tmp_path: Path) -> None:
