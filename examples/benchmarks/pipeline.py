@@ -43,6 +43,7 @@ from lightning_taco.pipeline_parallel import (
     make_layout,
     resolve_pipeline,
 )
+from lightning_taco.pipeline_parallel.local_stages import LocalStages
 from lightning_taco.pipeline_parallel.schedules import SPLIT_BACKWARD
 
 STOCK = "torch"
@@ -153,7 +154,7 @@ class PipelineBenchmark:
 
     def _stock_step(self) -> Callable[[], float]:
         """The same stages as torch's own `PipelineStage` runs them."""
-        modules = next(iter(self.engines.values())).modules if self.engines else self._stage_modules()
+        modules = LocalStages(self.holder).modules
         stages = [
             pipelining.PipelineStage(module, stage, self.layout.num_stages, self.device, group=self.agreement.group)
             for stage, module in modules.items()
@@ -173,9 +174,6 @@ class PipelineBenchmark:
             return mean.item()
 
         return run
-
-    def _stage_modules(self) -> dict[int, nn.Module]:
-        return dict(PipelineEngine(self.holder, self.agreement, 1, None).modules)
 
     def _model(self, rank: int) -> gpt.GPT:
         names = {name: getattr(self.arguments, name) for name in ("vocab_size", "sequence_length")}

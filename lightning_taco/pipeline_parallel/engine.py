@@ -11,9 +11,7 @@ On every rank, in order:
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,20 +19,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_taco import _compat
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.pipeline_parallel.agreement import Agreement, number_of, structure_of
 from lightning_taco.pipeline_parallel.answering import answered, heard_inputs
-from lightning_taco.pipeline_parallel.cutting import cut_of
-from lightning_taco.pipeline_parallel.layers import find_pipelined, read_layers
+from lightning_taco.pipeline_parallel.local_stages import LocalStages
 from lightning_taco.pipeline_parallel.microbatches import batch_size_of, cut_batch, merged, shapes_of
 from lightning_taco.pipeline_parallel.schedules import make_schedule, num_usable
 from lightning_taco.pipeline_parallel.settings import PipelineConfig
 from lightning_taco.pipeline_parallel.shapes import outputs_by_stage, specs_of
 from lightning_taco.pipeline_parallel.stage import CompressedStage, Step
-from lightning_taco.pipeline_parallel.stage_module import StageModule, run_as_stage
 from lightning_taco.pipeline_parallel.transfers import Border, Counts
 
 UserStep = Callable[[nn.Module, Any], Any]
@@ -68,6 +63,9 @@ class PipelineEngine:
         replica: this process along the data-parallel axis.
 
     Attributes:
+        stages: of this rank.
+        module: the model.
+        cut: how it was cut.
         counts: what crossed the borders of this rank's stages.
         step: what its stages share; a strategy sets its scopes.
         num_runs: batches so far.
@@ -81,17 +79,14 @@ class PipelineEngine:
         config: PipelineConfig | None,
         replica: int = 0,
     ) -> None:
-        found = cut_of(root)
-        assert found is not None, "the model is cut before the engine is made"
-        self.root, self.agreement, self.cut = root, agreement, found
-        self.name, self.module = find_pipelined(root)
+        self.root, self.agreement = root, agreement
+        self.stages = LocalStages(root)
+        self.module, self.cut = self.stages.module, self.stages.cut
         self.num_microbatches, self.config, self.replica = num_microbatches, config, replica
         self.counts = Counts(TrafficCounters(), TrafficCounters())
         self.step = Step(on_failure=agreement.meet_peers)
         self.num_runs = 0
         self._seed = agreement.object_of(0, torch.initial_seed())
-        self._is_running = False
-        self.modules = self._stage_modules()
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._answer: Callable[[Any, int], Tensor] | None = None
         self._results: list[Any] = []
@@ -101,19 +96,10 @@ class PipelineEngine:
         """The rank along the pipeline axis that has the last stage."""
         return self.cut.layout.ranks[-1]
 
-    def stage_of(self, path: str) -> int:
-        """The stage, of those of this rank, that holds the module at `path` or around it."""
-        parts = f"{path}."
-        names = {id(module): name for name, module in self.root.named_modules()}
-        for stage in self.modules:
-            if any(parts.startswith(f"{names[id(each)]}.") for each in self._owned(stage) if id(each) in names):
-                return stage
-        return next(iter(self.modules))
-
     def close(self) -> None:
         """Undo what was put in place."""
         self._plans.clear()
-        self.module.__dict__.pop("forward", None)
+        self.stages.close()
 
     def run(
         self,
@@ -157,7 +143,7 @@ class PipelineEngine:
             size = batch_size_of(batch)
             parts = cut_batch(batch, num_usable(size, self.num_microbatches, self.cut.layout))
             self.step.inputs = []
-            if 0 in self.modules:
+            if 0 in self.stages.modules:
                 self.step.inputs = [self._heard(user_step, part, index) for index, part in enumerate(parts)]
                 self._check_alike()
             return parts
@@ -206,12 +192,12 @@ class PipelineEngine:
     def _make_plan(self, num_microbatches: int, is_training: bool) -> _Plan:
         layout = self.cut.layout
         given = self.step.inputs[0] if self.step.inputs else None
-        with self._running():
-            outputs = outputs_by_stage(self.modules, layout, given, self.agreement)
+        with self.stages.running():
+            outputs = outputs_by_stage(self.stages.modules, layout, given, self.agreement)
         config = self.config if is_training or (self.config and self.config.during_validation) else None
         reason = "evaluation" if self.config and not is_training else "compression is off"
         borders = [
-            Border(stage, self._place(stage), specs, config, self.counts, self.replica, reason)
+            Border(stage, self.stages.border(stage), specs, config, self.counts, self.replica, reason)
             for stage, specs in enumerate(outputs)
         ]
         stages = [
@@ -226,20 +212,10 @@ class PipelineEngine:
                 device=self.agreement.device,
                 group=self.agreement.group,
             )
-            for stage, module in self.modules.items()
+            for stage, module in self.stages.modules.items()
         ]
         schedule = make_schedule(stages, layout, num_microbatches, self._on_output, is_training=is_training)
         return _Plan(schedule, num_microbatches)
-
-    def _owned(self, stage: int) -> list[nn.Module]:
-        return [each for layer in self.cut.layers_of(stage, read_layers(self.module)) for each in layer.modules]
-
-    def _place(self, stage: int) -> str:
-        """Name of the border behind `stage`: the stages, and the last module before it."""
-        last = self.cut.layers_of(stage, read_layers(self.module))[-1].modules
-        names = {id(module): name for name, module in self.root.named_modules()}
-        name = names.get(id(last[-1]), self.name) if last else self.name
-        return f"stage_{stage}_to_{stage + 1}/{name}"
 
     def _run_plan(
         self,
@@ -261,23 +237,11 @@ class PipelineEngine:
         target = torch.arange(plan.num_microbatches)
         run = plan.schedule.step if is_training else plan.schedule.eval
         try:
-            with self._running():
+            with self.stages.running():
                 run(target=target, return_outputs=False)
         finally:
             self._answer = None
             self.step.inputs = []
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """While stages may be called."""
-        self._is_running = True
-        try:
-            with warnings.catch_warnings():
-                # A stage ends with a block, whose output FSDP2 has made a view; nothing changes it in place.
-                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-                yield
-        finally:
-            self._is_running = False
 
     def _on_output(self, output: Any, target: Tensor) -> Tensor:
         """The loss function of the schedule."""
@@ -306,15 +270,6 @@ class PipelineEngine:
             self.agreement.raise_failure(self.step.failure)
         result, more = self.agreement.share(tree, packed, rows[self.last_rank][1], self.last_rank)
         return Outcome(result, plan.num_microbatches), more
-
-    def _stage_modules(self) -> Mapping[int, nn.Module]:
-        layers = read_layers(self.module)
-        stages = self.cut.layout.stages_of(self.cut.rank)
-        found: dict[int, nn.Module] = {stage: StageModule(self.cut.layers_of(stage, layers)) for stage in stages}
-        if isinstance(self.module, FSDPModule):
-            is_running = functools.partial(getattr, self, "_is_running")
-            return {stage: run_as_stage(self.module, module, is_running) for stage, module in found.items()}
-        return found
 
 
 def _in_words(inputs: Sequence[Any]) -> str:

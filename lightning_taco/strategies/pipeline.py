@@ -221,7 +221,7 @@ class Pipeline:
     def stage_of(self, site: str) -> int:
         """The stage, of those of this rank, that holds the module whose path `site` begins with."""
         engine, _ = self._running()
-        return engine.stage_of(site)
+        return engine.stages.stage_of(site)
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps; ``None`` without a pipeline."""
