@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -212,6 +213,31 @@ def stock_exchange(tensor: torch.Tensor, kind: str, op: str, dim: int, scatter_d
     if kind == "all_gather":
         return gathered
     return gathered.chunk(group.size(), scatter_dim)[group.rank()].contiguous()
+
+
+def symmetric_memory(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """Bytes of this rank that all ranks of `group` map, and the handle of the mapping. All ranks call it.
+
+    Raises:
+        RuntimeError: when the GPUs cannot map each other's memory, or this torch has no such memory.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} has no symmetric memory: {error}") from error
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    return own, _symmetric_memory.rendezvous(own, group)
+
+
+def agree_by_store(name: str, rank: int, num_ranks: int, timeout: timedelta) -> bool:
+    """Say `name` to the other ranks over the process group's store, and wait for all; whether all came in time."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store.set(str(rank), "1")
+    try:
+        store.wait([str(peer) for peer in range(num_ranks)], timeout)
+    except RuntimeError:  # a peer is gone
+        return False
+    return True
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

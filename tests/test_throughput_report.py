@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_taco.callbacks import CompressionMonitor, ThroughputReport
 from lightning_taco.collectives import all_reduce, timing
+from lightning_taco.collectives.transport import Arriving, Pending
 from lightning_taco.config import CodecConfig
 from tests.lightning_models import (
     TinyModule,
@@ -28,11 +29,14 @@ class SlowTransport:
 
     rank, world_size = 0, 2
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        time.sleep(0.02)
-        return message.expand(2, -1).contiguous()
+    def message_buffer(self, num_rows: int, message_bytes: int) -> None:
+        """Anywhere."""
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
+    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+        time.sleep(0.02)
+        return Arriving(message.expand(2, -1).contiguous(), None)
+
+    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
         raise AssertionError("two ranks reduce by one all-gather")
 
 

@@ -18,6 +18,7 @@ from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, save
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.topology import Topology
 from lightning_taco.config import CodecConfig
 
@@ -29,8 +30,9 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     """Time everything over the default process group; the exit status, the same on all ranks."""
     group = dist.group.WORLD
     assert group is not None
-    codecs, ranks = settings.codec_configs(), RankGroup(group, device, hierarchy=Hierarchy.of(group))
-    topology = Topology.of(group, device)
+    memory = _mapped_memory(settings, group, device)
+    codecs, ranks = settings.codec_configs(), RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
+    topology = Topology.of(group, device, memory is not None)
     problem = problem_of(ranks, codecs, settings.kinds)
     if problem is not None:
         return _say(f"Nothing was timed, since a result is wrong: {problem}", 1)
@@ -38,6 +40,15 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     copy_rate = _copy_rate(ranks)
     measured = Measured(topology, BreakEven.of(_timings(ranks, codecs, ladder)))
     return _show(settings, measured, codecs, copy_rate) if dist.get_rank() == 0 else 0
+
+
+def _mapped_memory(settings: BenchSettings, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    if settings.transport != "auto":
+        return None
+    memory, reason = PeerMemory.open(group, device)
+    if memory is None:
+        _say(f"transport='auto': memory cannot be mapped, since {reason}; exchanges go over the process group.", 0)
+    return memory
 
 
 def _show(settings: BenchSettings, measured: Measured, codecs: Sequence[CodecConfig], copy_rate: float) -> int:
