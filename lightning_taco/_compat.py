@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 OLDEST_TORCH = (2, 11)
@@ -261,3 +265,48 @@ def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Backward as it runs outside of autocast, although a schedule runs it within."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+class PipelineStageBetweenRanks(PipelineStage):
+    """torch's pipeline stage, which, to open communicators, sends nothing from a rank to itself: gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is what `torch.compile` made of another."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule) if "torch._dynamo" in sys.modules else False
+
+
+def original_of(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` made `module` of."""
+    return module._orig_mod  # type: ignore[return-value]
+
+
+def flattened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of nested containers, and what builds the same of other leaves."""
+    leaves, structure = tree_flatten(tree)
+    return leaves, lambda others: tree_unflatten(others, structure)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of nested containers."""
+    return tree_flatten(tree)[0]
+
+
+@contextmanager
+def evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    """`module` as after ``eval()``; each module in it goes back to the mode that it was in."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode

@@ -117,6 +117,7 @@ class CompressionSession:
         hierarchy: of a group that spans hosts, for algorithms that were measured.
         memory: what the group's GPUs have mapped of each other; ``None`` to go over the process group.
         step: training steps begun; part of the seed of stochastic rounding.
+        microbatch: of the step, which runs now; another part of it.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
 
@@ -142,6 +143,7 @@ class CompressionSession:
         self.hierarchy: Hierarchy | None = None
         self.memory: PeerMemory | None = None
         self.step = 0
+        self.microbatch = 0
         self._inform = inform
         self.channel_orders = self._new_channel_orders()
         self._suspensions = Suspensions()
@@ -195,6 +197,11 @@ class CompressionSession:
         finally:
             leave_scope(self)
             self._is_training_forward = was_training_forward
+
+    def start_microbatch(self, index: int) -> None:
+        """Say which micro-batch of a step runs from now on, where a step has several (pipeline parallelism)."""
+        self.microbatch = index
+        self.sites.start_step()
 
     def exchange(self, exchange: Exchange, stock: Callable[[], Tensor]) -> Tensor:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
@@ -255,7 +262,8 @@ class CompressionSession:
 
     def seed(self, kind: Kind, site: Site) -> int:
         """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
-        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}".encode())
+        microbatch = f"/{self.microbatch}" if self.microbatch else ""
+        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}{microbatch}".encode())
         return (place << 30) | (self.step % (1 << 30))
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
