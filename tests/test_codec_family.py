@@ -15,13 +15,14 @@ from lightning_taco.codec.rounding import codes_to_values, gaussian_levels, pack
 from lightning_taco.config import BITS_PER_CODE, GAUSSIAN_ELEMENTS, SUB_BLOCK_SIZE, CodecConfig
 from tests.test_codec_reference import assert_same_bits
 
-INTEGERS = ("int8", "int6", "int5", "int4", "int3")
+INTEGERS = ("int8", "int7", "int6", "int5", "int4", "int3")
 SEED = 123456789012345
 # One quantisation of Gaussian values, block 128: 20 log10 of the relative L2 error, plain and rotated alike.
 GAUSS_DECIBELS = {
     "e4m3": -31.8,
     "e5m2": -25.8,
     "int8": -43.8,
+    "int7": -37.7,
     "int6": -31.5,
     "int5": -25.2,
     "int4": -18.6,
@@ -86,7 +87,7 @@ def test_error_of_gaussian_values(element: str, rotation: bool) -> None:
         assert ((decoded - values).view(64, -1, 128).abs() <= step * (0.5 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3", "fp4"])
+@pytest.mark.parametrize("element", ["int7", "int6", "int5", "int4", "int3", "fp4"])
 @pytest.mark.parametrize("block_size", [32, 128, 512])
 def test_packing_is_exact_and_takes_its_bits(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_bits_of_the_reference(codec: CodecConfig, dtype: torch.dtype) -> None:
         assert_same_bits(content(again, codec, num_values), content(truth, codec, num_values))
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3"])
+@pytest.mark.parametrize("element", ["int7", "int6", "int5", "int4", "int3"])
 @pytest.mark.parametrize("block_size", [32, 64, 256, 512])
 def test_packing_at_every_block_size(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]

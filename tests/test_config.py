@@ -28,13 +28,13 @@ INT8 = CodecConfig(element="int8")
     [
         (
             {"element": "fp8"},
-            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', "
-            "'int3', 'fp4', 'nf4'.",
+            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int7', 'int6', 'int5', "
+            "'int4', 'int3', 'fp4', 'nf4'.",
         ),
         (
             {"element": None},
-            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', 'int3', "
-            "'fp4', 'nf4'.",
+            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int7', 'int6', 'int5', 'int4', "
+            "'int3', 'fp4', 'nf4'.",
         ),
         ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512."),
         ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512."),

@@ -28,6 +28,15 @@ def require_value_dtype(what: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{what} have dtype {dtype}; bfloat16, float16 or float32 is needed.")
 
 
+def require_message(message: Tensor, message_bytes: int, what: str) -> None:
+    """Refuse what is not the one contiguous message of `message_bytes` that `what` takes."""
+    if message.dtype != torch.uint8 or message.shape != (message_bytes,) or not message.is_contiguous():
+        raise ValueError(
+            f"the message is {message.dtype} {tuple(message.shape)}{'' if message.is_contiguous() else ', with gaps'}; "
+            f"{what} needs a contiguous uint8 [{message_bytes}]."
+        )
+
+
 def require_seed(seed: int) -> None:
     """Refuse a seed that the generator does not take."""
     if not 0 <= seed < 1 << 62:
