@@ -362,11 +362,11 @@ def test_stochastic_rounding_has_no_bias_and_repeats_with_the_seed(codec: TahQua
     values = torch.randn(1, 10, 64)
     assert torch.equal(codec.encode(values, seed=3), codec.encode(values, seed=3))
     assert not torch.equal(codec.encode(values, seed=3), codec.encode(values, seed=1 << 40))
-    draws = torch.stack([round_trip(codec, values, seed=seed).double() for seed in range(400)])
+    draws = torch.stack([round_trip(codec, values, seed=seed).double() for seed in range(150)])
     spread = draws.std(0)
     # The ends of a range may lie outside of the codes by what 16 bits of zero and scale are off.
     step = (values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True)) / 7
-    assert ((draws.mean(0) - values).abs() <= 5 * spread / math.sqrt(400) + 0.06 * step).all()
+    assert ((draws.mean(0) - values).abs() <= 5 * spread / math.sqrt(150) + 0.06 * step).all()
     assert (draws.mean(0) - values).double().mean().abs() < 0.01
 
 
@@ -388,6 +388,9 @@ def test_bad_input_is_refused_in_words(codec: TahQuant | FixedPoint) -> None:
         codec.decode(message.repeat_interleave(2)[::2], (1, 1, 64), torch.float32)
     with pytest.raises(TypeError, match=r"torch.float64"):
         codec.decode(message, (1, 1, 64), torch.float64)
+    shifted = torch.cat([message[:3], message])[3:]
+    with pytest.raises(ValueError, match=r"begins 3 bytes after a multiple of 16, .* pass message.clone\(\)"):
+        codec.decode(shifted, (1, 1, 64), torch.float32)
 
 
 @pytest.mark.parametrize(

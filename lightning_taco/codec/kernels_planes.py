@@ -90,15 +90,21 @@ def load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
 
 
 @triton.constexpr_function
-def _low_width(bits):
-    """Bits in the plane of the lowest: the largest power of two in `bits`."""
-    return 1 << (bits.bit_length() - 1)
+def _widths(bits):
+    """The bits of each plane of codes of so many bits, the lowest plane first, as `codec.layout.plane_bits` says."""
+    return tuple(width for width in (4, 2, 1) if bits & width)
 
 
 @triton.constexpr_function
 def _first_bit(bits, width):
-    """The lowest bit that the plane of `width` bits holds, as `codec.layout.plane_bits` says."""
+    """The lowest bit that the plane of `width` bits holds."""
     return bits & ~(2 * width - 1)
+
+
+@triton.jit
+def _plane(message, num_blocks, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Where the plane of WIDTH bits begins."""
+    return message + num_blocks * (C.block_size * _first_bit(C.bits, WIDTH) // 8)
 
 
 @triton.jit
@@ -121,12 +127,10 @@ def store_codes(message, codes, blocks, valid, num_blocks, C: tl.constexpr):
             pieces = pieces + (codes[part].to(tl.uint8),)
         _store_pieces(message, pieces, blocks, valid, C.parts, C)
     else:
-        for log2_width in tl.static_range(3):
-            WIDTH: tl.constexpr = 1 << log2_width
-            if C.bits & WIDTH:
-                FIRST_BIT: tl.constexpr = _first_bit(C.bits, WIDTH)
-                plane = message + num_blocks * (C.block_size * FIRST_BIT // 8)
-                store_plane(plane, codes, blocks, valid, FIRST_BIT, WIDTH, C)
+        WIDTHS: tl.constexpr = _widths(C.bits)
+        for index in tl.static_range(len(WIDTHS)):
+            plane = _plane(message, num_blocks, WIDTHS[index], C)
+            store_plane(plane, codes, blocks, valid, _first_bit(C.bits, WIDTHS[index]), WIDTHS[index], C)
 
 
 @triton.jit
@@ -135,11 +139,10 @@ def load_codes(message, blocks, valid, num_blocks, C: tl.constexpr):
     if C.bits == 8:
         codes = _load_pieces(message, blocks, valid, C.parts, C)
     else:
-        codes = load_plane(message, blocks, valid, _low_width(C.bits), C)
-        for log2_width in tl.static_range(2):
-            WIDTH: tl.constexpr = 1 << log2_width
-            if (C.bits & WIDTH) != 0 and _low_width(C.bits) > WIDTH:
-                FIRST_BIT: tl.constexpr = _first_bit(C.bits, WIDTH)
-                plane = message + num_blocks * (C.block_size * FIRST_BIT // 8)
-                codes = with_higher_bits(codes, load_plane(plane, blocks, valid, WIDTH, C), FIRST_BIT, C)
+        WIDTHS: tl.constexpr = _widths(C.bits)
+        codes = load_plane(message, blocks, valid, WIDTHS[0], C)
+        for index in tl.static_range(1, len(WIDTHS)):
+            plane = _plane(message, num_blocks, WIDTHS[index], C)
+            higher = load_plane(plane, blocks, valid, WIDTHS[index], C)
+            codes = with_higher_bits(codes, higher, _first_bit(C.bits, WIDTHS[index]), C)
     return codes

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_taco.codec.checks import require_message, require_seed, require_value_dtype
+from lightning_taco.codec.checks import require_message, require_seed, require_value_dtype, uses_triton
 from lightning_taco.codec.tah_quant_layout import TahQuantLayout, samples_tokens_channels
 from lightning_taco.codec.tah_quant_reference import decode_reference, encode_reference
 from lightning_taco.config import ROUNDINGS, require_one_of
@@ -95,8 +95,14 @@ class TahQuant:
         require_value_dtype("values", tensor.dtype)
         require_seed(seed)
         layout = self._layout(tensor.shape)
-        tokens = tensor.reshape(samples_tokens_channels(tensor.shape))
-        return encode_reference(tokens, layout, self, seed)
+        if not uses_triton(tensor):
+            return encode_reference(tensor.reshape(samples_tokens_channels(tensor.shape)), layout, self, seed)
+        from lightning_taco.codec import kernels_tah_quant
+
+        message = torch.empty(layout.message_bytes, dtype=torch.uint8, device=tensor.device)
+        tokens = tensor.reshape(layout.num_tokens, layout.num_channels)
+        tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+        return kernels_tah_quant.encode_triton(tokens, layout, self, message, seed=seed)
 
     @torch.no_grad()
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -119,7 +125,12 @@ class TahQuant:
         require_value_dtype("decoded values", dtype)
         layout = self._layout(shape)
         require_message(message, layout.message_bytes, f"a tensor {tuple(shape)} in {self}")
-        return decode_reference(message, layout, self, dtype).view(shape)
+        if not uses_triton(message):
+            return decode_reference(message, layout, self, dtype).view(shape)
+        from lightning_taco.codec import kernels_tah_quant
+
+        tokens = torch.empty(layout.num_tokens, layout.num_channels, dtype=dtype, device=message.device)
+        return kernels_tah_quant.decode_triton(message, layout, self, tokens).view(shape)
 
     def _layout(self, shape: tuple[int, ...]) -> TahQuantLayout:
         return TahQuantLayout.of(tuple(shape), self.low_entropy_share)
