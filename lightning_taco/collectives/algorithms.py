@@ -16,9 +16,14 @@ from lightning_taco.config import CodecConfig
 
 Algorithm = Literal["one_shot", "two_shot", "all_to_all", "all_gather", "hierarchical"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+DataParallelKind = Literal["gradient_reduce_scatter", "weight_all_gather"]
+DATA_PARALLEL_KINDS: tuple[DataParallelKind, ...] = ("gradient_reduce_scatter", "weight_all_gather")
+"""Of `lightning_taco.data_parallel`, which has one algorithm for each; a bench times them too."""
+MeasuredKind = Kind | DataParallelKind
+MEASURED_KINDS: tuple[MeasuredKind, ...] = (*KINDS, *DATA_PARALLEL_KINDS)
 
 
-def algorithms_of(kind: Kind, num_ranks: int, spans_hosts: bool = False) -> tuple[Algorithm, ...]:
+def algorithms_of(kind: MeasuredKind, num_ranks: int, spans_hosts: bool = False) -> tuple[Algorithm, ...]:
     """The algorithms that can be chosen for an exchange, the default first.
 
     Two ranks send the same bytes by a one-shot and a two-shot all-reduce, and the latter quantises twice; an all-to-all
@@ -32,6 +37,8 @@ def algorithms_of(kind: Kind, num_ranks: int, spans_hosts: bool = False) -> tupl
     >>> algorithms_of("all_reduce", 4), algorithms_of("reduce_scatter", 2)
     (('two_shot', 'one_shot'), ('all_to_all', 'all_gather'))
     """
+    if kind in DATA_PARALLEL_KINDS:
+        return ("all_to_all",) if kind == "gradient_reduce_scatter" else ("all_gather",)
     more: tuple[Algorithm, ...] = ("hierarchical",) if spans_hosts and kind != "all_to_all" else ()
     if kind == "all_gather":
         return ("all_gather", *more)
