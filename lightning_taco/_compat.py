@@ -310,3 +310,21 @@ def evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+def replace_replica_group(param_group: Any, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Let FSDP2 all-reduce the gradients of one of its parameter groups, under HSDP, over `group`.
+
+    FSDP2 takes no custom all-reduce: ``set_all_reduce_hook`` runs after its own. It asks this group for it.
+
+    Returns:
+        What puts the group of the mesh back.
+    """
+    mesh_info = param_group.mesh_info
+    before = mesh_info.replicate_process_group
+    mesh_info.replicate_process_group = group
+
+    def restore() -> None:
+        mesh_info.replicate_process_group = before
+
+    return restore

@@ -9,12 +9,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 BLOCK_SIZES = (32, 64, 128, 256, 512)
-ELEMENTS = ("auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3", "fp4", "nf4")
+PLAIN_BLOCK_SIZE = 2048
+"""The one block size more that values have which are not rotated: SDP4Bit's of weight differences."""
+ELEMENTS = ("auto", "e4m3", "e5m2", "int8", "int7", "int6", "int5", "int4", "int3", "fp4", "nf4")
 SCALE_MODES = ("merged", "dual", "fine")
 LEVELS = ("uniform", "gaussian")
 ROUNDINGS = ("nearest", "stochastic")
 RESHAPES = ("natural", "calibrated")
-BITS_PER_CODE = {"e4m3": 8, "e5m2": 8, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "fp4": 4, "nf4": 4}
+BITS_PER_CODE = {"e4m3": 8, "e5m2": 8, "int8": 8, "int7": 7, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
+BITS_PER_CODE |= {"fp4": 4, "nf4": 4}
 GAUSSIAN_ELEMENTS = ("int6", "int5", "int4", "int3")
 TRANSPORTS = ("process_group", "auto")
 SUB_BLOCK_SIZE = 32
@@ -23,7 +26,8 @@ DEFAULT_MIN_BYTES = 1 << 20
 RECIPE_NAMES = ("default", "taco", "int8", "balanced", "smallest", "none")
 
 
-def _require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+def require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    """Refuse a setting that is none of `allowed`, all of one type; the message lists them."""
     if not isinstance(value, type(allowed[0])) or isinstance(value, bool) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; use one of {_listed(allowed)}.")
 
@@ -37,10 +41,11 @@ class CodecConfig:
     """How one tensor becomes a message.
 
     Args:
-        element: format of one code: ``"int8"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"`` (packed), ``"e4m3"`` or
-            ``"e5m2"`` (FP8 with 3 or 2 bits of mantissa), ``"fp4"`` (E2M1) or ``"nf4"`` (16 levels at the quantiles of
-            a Gaussian), or ``"auto"``: E4M3 on CPU and from compute capability 8.9 on, INT8 on older GPUs.
-        block_size: values that share a scale and are rotated together; 32, 64, 128, 256 or 512.
+        element: format of one code: ``"int8"``, ``"int7"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"`` (packed),
+            ``"e4m3"`` or ``"e5m2"`` (FP8 with 3 or 2 bits of mantissa), ``"fp4"`` (E2M1) or ``"nf4"`` (16 levels at the
+            quantiles of a Gaussian), or ``"auto"``: E4M3 on CPU and from compute capability 8.9 on, INT8 on older GPUs.
+        block_size: values that share a scale and are rotated together; 32, 64, 128, 256 or 512; without a rotation
+            2048 too.
         scale_mode: ``"merged"`` sends one fp32 scale a block, ``"dual"`` the TACO paper's two (before and after the
             rotation); both decode to the same values up to rounding ties. ``"fine"`` first brings each 32 values of a
             block to the same energy, by a factor that travels in one byte: small values beside large ones then keep
@@ -58,7 +63,7 @@ class CodecConfig:
         ValueError: for a value that is not one of the above; the message says which are.
     """
 
-    element: Literal["auto", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int3", "fp4", "nf4"] = "int8"
+    element: Literal["auto", "e4m3", "e5m2", "int8", "int7", "int6", "int5", "int4", "int3", "fp4", "nf4"] = "int8"
     block_size: int = 128
     scale_mode: Literal["merged", "dual", "fine"] = "merged"
     rotation: bool = True
@@ -67,14 +72,19 @@ class CodecConfig:
     reshape: Literal["natural", "calibrated"] = "natural"
 
     def __post_init__(self) -> None:
-        _require_one_of("element", self.element, ELEMENTS)
-        _require_one_of("block_size", self.block_size, BLOCK_SIZES)
-        _require_one_of("scale_mode", self.scale_mode, SCALE_MODES)
-        _require_one_of("levels", self.levels, LEVELS)
-        _require_one_of("rounding", self.rounding, ROUNDINGS)
-        _require_one_of("reshape", self.reshape, RESHAPES)
+        require_one_of("element", self.element, ELEMENTS)
+        require_one_of("block_size", self.block_size, (*BLOCK_SIZES, PLAIN_BLOCK_SIZE))
+        require_one_of("scale_mode", self.scale_mode, SCALE_MODES)
+        require_one_of("levels", self.levels, LEVELS)
+        require_one_of("rounding", self.rounding, ROUNDINGS)
+        require_one_of("reshape", self.reshape, RESHAPES)
         if not isinstance(self.rotation, bool):
             raise ValueError(f"rotation={self.rotation!r} is not a boolean; use True or False.")
+        if self.block_size == PLAIN_BLOCK_SIZE and self.rotation:
+            raise ValueError(
+                f"block_size={self.block_size} is for values that are not rotated, but rotation=True was given; use "
+                "rotation=False, or a block_size of 512 or less."
+            )
         if self.scale_mode == "dual" and not self.rotation:
             raise ValueError(
                 "scale_mode='dual' puts one scale before and one after the rotation, but rotation=False was given; "

@@ -17,18 +17,23 @@ from rich.console import Console
 
 from lightning_taco import CodecConfig, cli
 from lightning_taco.bench import bench, checks, plot, settings
+from lightning_taco.bench.exchanges import Exchanges
 from lightning_taco.bench.launch import BenchError, chosen_device, run_ranks
 from lightning_taco.bench.plot import speed_ups
 from lightning_taco.bench.settings import BenchSettings, parse_bytes
 from lightning_taco.bench.table import bytes_allow, print_figures
-from lightning_taco.collectives.algorithms import KINDS
+from lightning_taco.collectives import calibration
+from lightning_taco.collectives.algorithms import DATA_PARALLEL_KINDS, KINDS, MEASURED_KINDS
 from lightning_taco.collectives.break_even import BreakEven
-from lightning_taco.collectives.break_even_file import load
+from lightning_taco.collectives.break_even_file import from_json, load, to_json
 from lightning_taco.collectives.calibration import RankGroup
 from lightning_taco.config import RECIPES
+from lightning_taco.data_parallel.settings import weight_differences
 from tests.ranks import run_forked
 from tests.test_launch import launch
-from tests.timings import INT4, INT8, TOPOLOGY, hand_made, timing
+from tests.timings import INT4, INT8, TOPOLOGY, all_algorithms, hand_made, timing
+
+GRADIENTS, WEIGHTS = CodecConfig(rounding="stochastic"), weight_differences()
 
 # Options
 
@@ -118,7 +123,7 @@ def test_options_come_from_a_file_too(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
     cli.main()
     (given,) = seen
-    assert given == BenchSettings(codecs=["int4"], rounds=4, sizes=["64KiB"], kinds=list(KINDS))
+    assert given == BenchSettings(codecs=["int4"], rounds=4, sizes=["64KiB"], kinds=list(MEASURED_KINDS))
     monkeypatch.setattr("lightning_taco.bench.command.run_ranks", lambda given: 1)
     with pytest.raises(SystemExit) as raised:
         cli.main()
@@ -147,8 +152,9 @@ def test_wrong_results_are_found_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     def check(rank: int) -> list[str | None]:
         assert dist.group.WORLD is not None
         ranks = RankGroup(dist.group.WORLD, torch.device("cpu"))
-        call = checks.compressed_call
-        found = [checks.problem_of(ranks, BenchSettings().codec_configs(), KINDS)]
+        call = calibration.compressed_call
+        exchanges = Exchanges.over(ranks, BenchSettings().codec_configs(), MEASURED_KINDS)
+        found = [checks.problem_of(exchanges, MEASURED_KINDS)]
         changes = (lambda result: result * 1.2, lambda result: result * float("nan"), lambda result: result + 1e-6)
         for change in changes:
 
@@ -156,8 +162,9 @@ def test_wrong_results_are_found_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -
                 result = call(*arguments)()
                 return lambda: change(result) if rank == 1 else result
 
-            pytest.MonkeyPatch().setattr(checks, "compressed_call", wrong)
-            found.append(checks.problem_of(ranks, [INT8], ("all_reduce", "all_gather")))
+            pytest.MonkeyPatch().setattr(calibration, "compressed_call", wrong)
+            only_int8 = Exchanges.over(ranks, [INT8], ("all_reduce", "all_gather"))
+            found.append(checks.problem_of(only_int8, ("all_reduce", "all_gather")))
         return found
 
     first, second = run_forked(2, check)
@@ -171,12 +178,25 @@ def test_wrong_results_are_found_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert first[3] == second[3] == "all_reduce by one_shot, int8, block 128, Hadamard: the ranks hold different bits"
 
 
+def test_gradients_between_nodes_go_in_two_levels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def check(rank: int) -> tuple[list[str], str | None]:
+        assert dist.group.WORLD is not None
+        ranks = RankGroup(dist.group.WORLD, torch.device("cpu"))
+        exchanges = Exchanges.over(ranks, [INT8], DATA_PARALLEL_KINDS)
+        return list(exchanges.gradients), checks.problem_of(exchanges, DATA_PARALLEL_KINDS)
+
+    inside, between = str(GRADIENTS), str(replace(GRADIENTS, element="int4"))
+    assert run_forked(4, check) == 4 * [([inside, between, f"{inside} inside nodes, {between} between"], None)]
+
+
 # Tables
 
 
 def shown(measured: Any, codecs: Sequence[CodecConfig]) -> str:
     console = Console(file=io.StringIO(), width=140)
-    print_figures(measured, codecs, 12.5, console)
+    print_figures(measured, {str(codec): codec for codec in codecs}, 12.5, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -191,6 +211,25 @@ def test_tables_show_every_timing_and_the_break_even() -> None:
     assert re.search(r"int4, block 128, Hadamard(?: +│ +never){4}", text)
     assert "a copy moves 12.5 GB/s of memory" in text
     assert "lightning_taco bench: 2 ranks, gloo on cpu (x), float32, torch 2" in text
+
+
+def test_tables_show_data_parallel_exchanges_beside_the_others() -> None:
+    rows = [
+        timing(size, 4.0, kind, codec, **all_algorithms(kind, size / (1 << 20)))
+        for size in (1 << 20, 1 << 23)
+        for kind, codec in (("gradient_reduce_scatter", GRADIENTS), ("weight_all_gather", WEIGHTS))
+    ]
+    measured = hand_made(4096)
+    both = measured._replace(break_even=BreakEven.of((*measured.break_even.timings, *rows)))
+    text = shown(both, (INT8, GRADIENTS, WEIGHTS))
+    assert f"gradient_reduce_scatter, {GRADIENTS}" in text
+    assert re.search(r"1\.0 MiB │ all_to_all │ +4\.0 │ +1\.0 │ +4\.00x │ +3\.88x │ +1\.00%", text)
+    assert re.search(r"1\.0 MiB │ all_gather │ +4\.0 │ +1\.0 │ +4\.00x │ +7\.97x", text)
+    data_parallel = text[text.index("compressing pays between data-parallel ranks from this size on") :]
+    assert re.search(rf"{GRADIENTS} +│ +never │ +│", data_parallel)
+    assert re.search(rf"{WEIGHTS} +│ +│ +never │", data_parallel)
+    assert "gradient_reduce_scatter sends" in text
+    assert from_json(to_json(both)) == both
 
 
 @pytest.mark.parametrize(
@@ -235,5 +274,13 @@ def test_bench_by_itself_times_two_ranks(tmp_path: Path) -> None:
     assert measured.break_even.covers(INT8)
     assert measured.break_even.covers(INT4)
     assert {row.num_bytes for row in measured.break_even.timings} == {1 << 14, 1 << 16}
-    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 6
+    assert len(json.loads(path.read_text())["rows"]) == 2 * (2 * 6 + 3)
+    data_parallel = [row for row in measured.break_even.timings if row.kind in DATA_PARALLEL_KINDS]
+    assert {(row.kind, row.codec.split(",")[0]) for row in data_parallel} == {
+        ("gradient_reduce_scatter", "int8"),
+        ("gradient_reduce_scatter", "int4"),
+        ("weight_all_gather", "int4"),
+    }
+    assert all(max(row.relative_errors.values()) < 0.3 for row in data_parallel)
+    assert ended.output.count("compressing pays between data-parallel ranks from this size on") == 1
     assert os.listdir(path.parent) == ["break_even.json"]

@@ -12,16 +12,17 @@ from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, NF4_LEVELS, g
 from lightning_taco.codec.layout import alpha_bytes
 from lightning_taco.codec.reference import decode_reference, encode_reference, requantize_reference
 from lightning_taco.codec.rounding import codes_to_values, gaussian_levels, pack, random_bits, round_to_codes, unpack
-from lightning_taco.config import BITS_PER_CODE, GAUSSIAN_ELEMENTS, SUB_BLOCK_SIZE, CodecConfig
+from lightning_taco.config import BITS_PER_CODE, GAUSSIAN_ELEMENTS, PLAIN_BLOCK_SIZE, SUB_BLOCK_SIZE, CodecConfig
 from tests.test_codec_reference import assert_same_bits
 
-INTEGERS = ("int8", "int6", "int5", "int4", "int3")
+INTEGERS = ("int8", "int7", "int6", "int5", "int4", "int3")
 SEED = 123456789012345
 # One quantisation of Gaussian values, block 128: 20 log10 of the relative L2 error, plain and rotated alike.
 GAUSS_DECIBELS = {
     "e4m3": -31.8,
     "e5m2": -25.8,
     "int8": -43.8,
+    "int7": -37.7,
     "int6": -31.5,
     "int5": -25.2,
     "int4": -18.6,
@@ -48,8 +49,13 @@ def family(**fixed: object) -> list[CodecConfig]:
     ]
 
 
+# What weights' differences are sent in, and another element.
+PLAIN = [
+    CodecConfig(element=element, block_size=PLAIN_BLOCK_SIZE, rotation=False, rounding="stochastic")  # type: ignore[arg-type]
+    for element in ("int4", "int7")
+]
 # At block 64, which has all modes and takes the interpreter half the time of 128; that has what recipes use.
-INTERPRETED = family(block_size=64) + [
+INTERPRETED = [*family(block_size=64), *PLAIN] + [
     codec
     for codec in family(block_size=128)
     if codec.rounding == "nearest" and codec.rotation and codec.scale_mode == "merged"
@@ -86,7 +92,7 @@ def test_error_of_gaussian_values(element: str, rotation: bool) -> None:
         assert ((decoded - values).view(64, -1, 128).abs() <= step * (0.5 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3", "fp4"])
+@pytest.mark.parametrize("element", ["int7", "int6", "int5", "int4", "int3", "fp4"])
 @pytest.mark.parametrize("block_size", [32, 128, 512])
 def test_packing_is_exact_and_takes_its_bits(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
@@ -166,6 +172,18 @@ def test_stochastic_rounding_is_unbiased_and_never_leaves_the_range(element: str
     assert (mean_error.abs() <= 5 * spread / math.sqrt(2000) + 5 * step / 2000).all()
     largest = values.view(-1, 128).abs().amax(-1)
     assert (draws.view(2000, -1, 128).abs().amax(-1) <= largest * (1 + 1e-6)).all()
+
+
+def test_a_scale_for_2048_values() -> None:
+    """4.016 bits: the error is that of the largest of so many values over seven steps."""
+    codec = CodecConfig(element="int4", block_size=2048, rotation=False)
+    values = torch.randn(3, 50 * 2048)
+    messages = encode(values, codec)
+    assert 8 * messages.numel() / values.numel() == pytest.approx(4 + 32 / 2048, abs=0.002)
+    decoded = decode(messages, codec, values.shape[1], torch.float32)
+    step = values.view(3, -1, 2048).abs().amax(-1, keepdim=True) / 7
+    assert ((decoded - values).view(3, -1, 2048).abs() <= step * (0.5 + 1e-5)).all()
+    assert ((decoded - values).norm() / values.norm()).item() == pytest.approx(0.151, abs=0.003)
 
 
 @pytest.mark.parametrize("element", GAUSSIAN_ELEMENTS)

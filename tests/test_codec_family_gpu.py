@@ -5,7 +5,7 @@ import torch
 
 from lightning_taco.codec import decode, decode_sum, encode, requantize
 from lightning_taco.config import CodecConfig
-from tests.test_codec_family import SEED, adversarial, content, family
+from tests.test_codec_family import PLAIN, SEED, adversarial, content, family
 from tests.test_codec_reference import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_bits_of_the_reference(codec: CodecConfig, dtype: torch.dtype) -> None:
         assert_same_bits(content(again, codec, num_values), content(truth, codec, num_values))
 
 
-@pytest.mark.parametrize("element", ["int6", "int5", "int4", "int3"])
+@pytest.mark.parametrize("element", ["int7", "int6", "int5", "int4", "int3"])
 @pytest.mark.parametrize("block_size", [32, 64, 256, 512])
 def test_packing_at_every_block_size(element: str, block_size: int) -> None:
     codec = CodecConfig(element=element, block_size=block_size)  # type: ignore[arg-type]
@@ -37,6 +37,17 @@ def test_packing_at_every_block_size(element: str, block_size: int) -> None:
     assert_same_bits(content(encode(values.cuda(), codec), codec, 5000), content(expected, codec, 5000))
     decoded = decode(expected.cuda(), codec, 5000, torch.float32)
     assert_same_bits(decoded, decode(expected, codec, 5000, torch.float32))
+
+
+def test_blocks_of_2048() -> None:
+    for codec in PLAIN:
+        for values in (torch.randn(2, 70_000), adversarial(5000)):
+            num_values = values.shape[1]
+            expected = encode(values, codec, seed=SEED)
+            messages = encode(values.cuda(), codec, seed=SEED)
+            assert_same_bits(content(messages, codec, num_values), content(expected, codec, num_values))
+            decoded = decode(expected.cuda(), codec, num_values, torch.float32)
+            assert_same_bits(decoded, decode(expected, codec, num_values, torch.float32))
 
 
 @pytest.mark.parametrize("mode", [{"levels": "gaussian"}, {"scale_mode": "fine"}], ids=str)

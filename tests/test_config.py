@@ -28,20 +28,24 @@ INT8 = CodecConfig(element="int8")
     [
         (
             {"element": "fp8"},
-            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', "
-            "'int3', 'fp4', 'nf4'.",
+            "element='fp8' is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int7', 'int6', 'int5', "
+            "'int4', 'int3', 'fp4', 'nf4'.",
         ),
         (
             {"element": None},
-            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int6', 'int5', 'int4', 'int3', "
-            "'fp4', 'nf4'.",
+            "element=None is not supported; use one of 'auto', 'e4m3', 'e5m2', 'int8', 'int7', 'int6', 'int5', 'int4', "
+            "'int3', 'fp4', 'nf4'.",
         ),
-        ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"block_size": 0}, "block_size=0 is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"block_size": "128"}, "block_size='128' is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"block_size": 128.0}, "block_size=128.0 is not supported; use one of 32, 64, 128, 256, 512."),
-        ({"block_size": True}, "block_size=True is not supported; use one of 32, 64, 128, 256, 512."),
+        ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
+        (
+            {"block_size": 2048},
+            "block_size=2048 is for values that are not rotated, but rotation=True was given; use rot",
+        ),
+        ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
+        ({"block_size": 0}, "block_size=0 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
+        ({"block_size": "128"}, "block_size='128' is not supported; use one of 32, 64, 128, 256, 512, 2048."),
+        ({"block_size": 128.0}, "block_size=128.0 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
+        ({"block_size": True}, "block_size=True is not supported; use one of 32, 64, 128, 256, 512, 2048."),
         ({"scale_mode": "triple"}, "scale_mode='triple' is not supported; use one of 'merged', 'dual', 'fine'."),
         ({"rotation": 1}, "rotation=1 is not a boolean; use True or False."),
         ({"rotation": "no"}, "rotation='no' is not a boolean; use True or False."),
@@ -292,7 +296,7 @@ def test_resolving_what_a_user_passes() -> None:
         (
             {"forward": {"block_size": 96}},
             ValueError,
-            "block_size=96 is not supported; use one of 32, 64, 128, 256, 512.",
+            "block_size=96 is not supported; use one of 32, 64, 128, 256, 512, 2048.",
         ),
         (True, TypeError, "compression=True has type bool; use a recipe name, None, or a CompressionConfig."),
         (8, TypeError, "compression=8 has type int; use a recipe name, None, or a CompressionConfig."),

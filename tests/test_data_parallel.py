@@ -131,10 +131,11 @@ def check_constants() -> dict[str, float]:
         compress_fsdp(hooked, GRADIENTS, replicas=grid["replica"].get_group())
         found[f"hook {dtype}"] = constants(hooked, large, large)
         native = fully_shard(Scaled(*sizes, dtype=dtype), mesh=grid)
-        said: list[str] = []
-        compress_fsdp(native, GRADIENTS, warn=said.append)
+        compress_fsdp(native, GRADIENTS)
         found[f"native HSDP {dtype}"] = constants(native, large, large)
-        found[f"native HSDP warns {dtype}"] = float(len(said) != 1 or "takes no custom exchange" not in said[0])
+        unlike = fully_shard(Scaled(*sizes, dtype=dtype), mesh=grid)
+        compress_fsdp(unlike, GRADIENTS)
+        found[f"native HSDP, unlike ranks {dtype}"] = constants(unlike, float(dist.get_rank() + 1), 2.5)
         reduced_in_fp32 = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mixed = fully_shard(Scaled(*sizes), mesh=world, mp_policy=reduced_in_fp32)
         compress_fsdp(mixed, GRADIENTS)
@@ -147,9 +148,56 @@ def check_constants() -> dict[str, float]:
     summed.set_force_sum_reduction_for_comms(True)
     compress_fsdp(summed, GRADIENTS)
     found["sums only"] = constants(summed, 1.0, 1.0)
+    for name, mesh_factor in (("native HSDP divided by 3", 3.0), ("native HSDP sums only", None)):
+        native = fully_shard(Scaled(*sizes), mesh=grid)
+        if mesh_factor is None:
+            native.set_force_sum_reduction_for_comms(True)
+        else:
+            native.set_gradient_divide_factor(mesh_factor)
+        compress_fsdp(native, GRADIENTS)
+        found[name] = constants(native, 1.0, 4 / (mesh_factor or 4))
     wrapped = DistributedDataParallel(Scaled(*sizes))
     compress_ddp(wrapped, GRADIENTS)
     found["DDP"] = constants(wrapped, 1.0, 1.0)
+    return found
+
+
+def check_native_hsdp() -> dict[str, Any]:
+    """FSDP2's own mesh of two replicas of two shards: gradients, what is counted, and when replicas exchange."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    found: dict[str, Any] = {}
+    net = shard(make_net(), mesh=grid)
+    session = compress_fsdp(net, EIGHT_BITS)
+    loss_of(net, make_batch(0)).backward()
+    found["error"] = relative_error(full_gradients(net), exact_gradients(range(1)))
+    parts = torch.cat([local(p.grad).flatten() for p in net.parameters() if p.grad is not None])
+    largest = parts.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=grid["replica"].get_group())
+    found["replicas agree"] = torch.equal(parts, largest)
+    counted = session.traffic.counts
+    found["as it is"] = sum(count.num_messages for key, count in counted.items() if key.outcome != COMPRESSED)
+    found["of one"] = session.traffic.total(outcome=COMPRESSED).num_messages
+    # Micro-batches whose gradients are reduced over shards, and over replicas with the last one only.
+    net.zero_grad()
+    session.traffic.clear()
+    for step in range(4):
+        net.set_requires_all_reduce(step == 3)
+        loss_of(net, make_batch(step)).backward()
+    found["of four"] = session.traffic.total(outcome=COMPRESSED).num_messages
+    found["error of four"] = relative_error(full_gradients(net), exact_gradients(range(4)))
+    state = session.state_dict()["num_calls"]
+    found["calls"] = (state["gradients of up"], state["replicas of up"])
+    small = shard(make_net(), mesh=grid)
+    compress_fsdp(small, DataParallelConfig(node_size=2))  # all of it below min_bytes
+    loss_of(small, make_batch(0)).backward()
+    found["error as it is"] = relative_error(full_gradients(small), exact_gradients(range(1)))
+    twice = shard(make_net(), mesh=grid)
+    replicas = grid["replica"].get_group()
+    found["twice"] = error_of(lambda: compress_fsdp(twice, EIGHT_BITS, replicas=replicas))
+    two_levels = shard(make_net(), mesh=grid)
+    by_place = compress_fsdp(two_levels, GRADIENTS)  # nodes of two: shards share one, replicas do not
+    loss_of(two_levels, make_batch(0)).backward()
+    found["bits"] = [by_place.traffic.bits_per_value(what) for what in (INSIDE_NODE, BETWEEN_NODES)]
     return found
 
 
@@ -248,7 +296,7 @@ def bits_of(net: Any) -> Tensor:
 
 
 def check_weights() -> dict[str, Any]:
-    linear = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False))
+    linear = fully_shard(nn.Linear(WIDTH, 2 * WIDTH, bias=False))  # 8,192 values a rank: four scales, and no padding
     traffic = compress_fsdp(linear, BOTH).traffic
     train(linear, range(3))
     bits = [traffic.bits_per_value(what) for what in (INSIDE_NODE, BETWEEN_NODES, WEIGHTS)]
@@ -425,14 +473,19 @@ def columns_of(module: nn.Module) -> list[Any]:
 
 
 def check_undone() -> dict[str, bool]:
-    net = shard(make_net())
+    net = shard(make_net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
     groups = [group for module in net.modules() if isinstance(module, FSDPModule) for group in groups_of(module)]
-    before = [(g._all_gather_comm, g._reduce_scatter_comm, g._all_reduce_hook) for g in groups]
+
+    def exchanges() -> list[Any]:
+        each = [(g._all_gather_comm, g._reduce_scatter_comm, g.mesh_info.replicate_process_group) for g in groups]
+        return [exchange for of_group in each for exchange in of_group]
+
+    before = exchanges()
     session = compress_fsdp(net, BOTH)
-    changed = [(g._all_gather_comm, g._reduce_scatter_comm, g._all_reduce_hook) for g in groups]
+    changed = exchanges()
     session.detach()
-    after = [(g._all_gather_comm, g._reduce_scatter_comm, g._all_reduce_hook) for g in groups]
-    return {"changed": before != changed, "restored": before == after}
+    all_changed = all(one is not other for one, other in zip(before, changed, strict=True))
+    return {"changed": all_changed, "restored": before == exchanges()}
 
 
 def groups_of(module: Any) -> list[Any]:
@@ -451,6 +504,7 @@ def error_of(function: Callable[[], object]) -> str:
 
 CHECKS = [
     check_constants,
+    check_native_hsdp,
     check_gradients,
     check_ddp,
     check_tied,
@@ -496,9 +550,28 @@ def of_each_rank(check: Callable[[], Any]) -> list[Any]:
 def test_the_mean_is_taken_exactly_once() -> None:
     """FSDP2 on a line, replicas by hook and by FSDP2 itself, a divide factor, sums only, DDP; gradients near 6e4."""
     for found in of_each_rank(check_constants):
-        assert len(found) == 18
+        assert len(found) == 20
         for case, deviation in found.items():
             assert deviation <= (2e-2 if "bfloat16" in case else 2e-3 if "float16" in case else 1e-5), case
+
+
+def test_replicas_of_fsdp2_itself_exchange_in_few_bits() -> None:
+    for found in of_each_rank(check_native_hsdp):
+        assert found["error"] < 0.02  # 8 bits three times
+        assert found["error of four"] < 0.02
+        assert found["replicas agree"]
+        assert found["as it is"] == 0
+        # Three units, each of one exchange over shards and two over replicas: those of an all-reduce's halves.
+        assert found["of one"] == 3 * (1 + 2)
+        assert found["of four"] == 3 * (4 + 2)
+        assert found["calls"] == (5, 2)
+        assert found["error as it is"] < 1e-6
+        assert "the mesh that FSDP2 was given has an axis of replicas too" in found["twice"]
+
+
+def test_shards_of_a_node_exchange_in_eight_bits_and_replicas_on_others_in_four() -> None:
+    for found in of_each_rank(check_native_hsdp):
+        assert found["bits"] == pytest.approx([8.25, 4.25], abs=0.5)  # and the padding of small units
 
 
 def test_gradients_are_those_of_one_process() -> None:
@@ -541,7 +614,7 @@ def test_weights_follow_their_master() -> None:
 
 def test_bits_of_weights_and_gradients() -> None:
     for found in of_each_rank(check_weights):
-        assert found["bits"] == [8.25, 4.25, 4.0625]
+        assert found["bits"] == [8.25, 4.25, 4.015625]
 
 
 def test_weights_are_gathered_once_a_forward_and_never_in_backward() -> None:
@@ -604,5 +677,5 @@ def test_impossible_wishes_are_refused() -> None:
 
 def test_weight_codec_of_the_recipe() -> None:
     codec = weight_differences()
-    assert codec.bits_per_value == 4.0625
-    assert codec == CodecConfig(element="int4", block_size=512, rotation=False, rounding="stochastic")
+    assert codec.bits_per_value == 4.015625
+    assert codec == CodecConfig(element="int4", block_size=2048, rotation=False, rounding="stochastic")

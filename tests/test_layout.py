@@ -56,4 +56,4 @@ def test_bytes_per_value_approach_the_bits_that_the_settings_state() -> None:
 def test_docstring_examples_run() -> None:
     results = doctest.testmod(layout_module)
     assert results.failed == 0
-    assert results.attempted == 2
+    assert results.attempted == 3

@@ -165,7 +165,7 @@ def compress(model: Any, way: str) -> DataParallelSession | None:
 class PlainGather(AllGather):
     """Gathers the weights themselves in 4 bits, rounded to nearest: what differences are there to avoid."""
 
-    codec = CodecConfig(element="int4", block_size=512, rotation=False)
+    codec = CodecConfig(element="int4", block_size=2048, rotation=False)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -15,14 +15,15 @@ from jsonargparse import ArgumentParser
 from lightning_taco.bench.launch import BenchError, run_ranks
 from lightning_taco.bench.plot import INSTALL_SENTENCE, has_plotly
 from lightning_taco.bench.settings import CODEC_NAMES, CPU_SIZES, CUDA_SIZES, BenchSettings
-from lightning_taco.collectives.algorithms import KINDS
+from lightning_taco.collectives.algorithms import MEASURED_KINDS
 from lightning_taco.collectives.break_even_file import cache_path
 from lightning_taco.config import TRANSPORTS
 
 DESCRIPTION = (
-    "Times the library's own exchanges of a tensor-parallel group against compressed ones, prints from which size on "
-    "compressing pays, and keeps the figures for strategies with min_bytes='auto'. By itself it starts one process for "
-    "each GPU, or two on CPU; under torchrun all its ranks are one group: `torchrun --nproc-per-node 4 -m "
+    "Times the library's own exchanges of a tensor-parallel group, and of gradients and weights between data-parallel "
+    "ranks, against compressed ones, prints from which size on compressing pays, and keeps the figures: strategies "
+    "with min_bytes='auto' go by those of tensor parallelism. By itself it starts one process for each GPU, or two on "
+    "CPU; under torchrun all its ranks are one group: `torchrun --nproc-per-node 4 -m "
     "lightning_taco.cli bench`."
 )
 
@@ -76,7 +77,9 @@ def _parser() -> ArgumentParser:
         help=f"bytes of the whole tensor; default on CUDA: {' '.join(CUDA_SIZES)}, on CPU: {' '.join(CPU_SIZES)}",
     )
     parser.add_argument("--rounds", type=int, default=defaults.rounds, help="rounds in which exchanges take turns")
-    parser.add_argument("--kinds", nargs="+", type=str, default=list(KINDS), help=f"of: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", nargs="+", type=str, default=list(MEASURED_KINDS), help=f"of: {', '.join(MEASURED_KINDS)}"
+    )
     parser.add_argument("--output", type=str, help=f"file of the figures; default: {cache_path()}")
     parser.add_argument("--plot", type=str, help="write a page with a plot of the speed-ups here (needs plotly)")
     parser.add_argument("--device", type=str, default=defaults.device, choices=["auto", "cpu", "cuda"])

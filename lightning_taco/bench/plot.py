@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from lightning_taco.collectives.algorithms import KINDS
+from lightning_taco.collectives.algorithms import MEASURED_KINDS
 from lightning_taco.collectives.break_even import BreakEven
 
 INSTALL_SENTENCE = "--plot needs plotly; install it with: pip install 'lightning-taco[report]'"
@@ -26,7 +26,7 @@ def save(break_even: BreakEven, path: Path) -> None:
     from plotly.subplots import make_subplots
 
     lines = speed_ups(break_even)
-    kinds: list[str] = [kind for kind in KINDS if any(key[0] == kind for key in lines)]
+    kinds: list[str] = [kind for kind in MEASURED_KINDS if any(key[0] == kind for key in lines)]
     figure = make_subplots(rows=len(kinds), cols=1, shared_xaxes=True, subplot_titles=kinds)
     for (kind, codec), points in lines.items():
         sizes, gains = zip(*points, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from rich.progress import Progress
 
 from lightning_taco.bench import plot
 from lightning_taco.bench.checks import problem_of
+from lightning_taco.bench.exchanges import Exchanges
 from lightning_taco.bench.settings import BenchSettings
 from lightning_taco.bench.table import print_figures
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, save
-from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
+from lightning_taco.collectives.calibration import Ladder, RankGroup, measure_contests
 from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.topology import Topology
@@ -31,15 +32,16 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     group = dist.group.WORLD
     assert group is not None
     memory = _mapped_memory(settings, group, device)
-    codecs, ranks = settings.codec_configs(), RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
+    ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
     topology = Topology.of(group, device, memory is not None)
-    problem = problem_of(ranks, codecs, settings.kinds)
+    exchanges = Exchanges.over(ranks, settings.codec_configs(), settings.kinds)
+    problem = problem_of(exchanges, settings.kinds)
     if problem is not None:
         return _say(f"Nothing was timed, since a result is wrong: {problem}", 1)
     ladder = Ladder(sizes=settings.num_bytes(device.type), rounds=settings.rounds, kinds=settings.kinds)
     copy_rate = _copy_rate(ranks)
-    measured = Measured(topology, BreakEven.of(_timings(ranks, codecs, ladder)))
-    return _show(settings, measured, codecs, copy_rate) if dist.get_rank() == 0 else 0
+    measured = Measured(topology, BreakEven.of(_timings(exchanges, ladder)))
+    return _show(settings, measured, exchanges.codecs_by_name, copy_rate) if dist.get_rank() == 0 else 0
 
 
 def _mapped_memory(settings: BenchSettings, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
@@ -51,7 +53,7 @@ def _mapped_memory(settings: BenchSettings, group: dist.ProcessGroup, device: to
     return memory
 
 
-def _show(settings: BenchSettings, measured: Measured, codecs: Sequence[CodecConfig], copy_rate: float) -> int:
+def _show(settings: BenchSettings, measured: Measured, codecs: Mapping[str, CodecConfig], copy_rate: float) -> int:
     print_figures(measured, codecs, copy_rate, Console())
     path = settings.output or cache_path()
     try:
@@ -66,15 +68,15 @@ def _show(settings: BenchSettings, measured: Measured, codecs: Sequence[CodecCon
     return 0
 
 
-def _timings(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> list[Timing]:
+def _timings(exchanges: Exchanges, ladder: Ladder) -> list[Timing]:
     """With a progress bar on the terminal of rank 0."""
     console = Console(stderr=True)
     timings = []
     with Progress(console=console, transient=True, disable=dist.get_rank() != 0 or not console.is_terminal) as progress:
-        task = progress.add_task("timing", total=len(ladder.sizes) * len(ladder.kinds) * len(codecs))
-        for timing in measure(ranks, codecs, ladder):
+        task = progress.add_task("timing", total=len(ladder.sizes) * len(ladder.kinds))
+        for timing in measure_contests(exchanges.ranks, ladder, exchanges.contest):
             timings.append(timing)
-            progress.advance(task)
+            progress.update(task, completed=len({(each.kind, each.num_bytes) for each in timings}))
     return timings
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_taco.collectives.algorithms import KINDS
-from lightning_taco.collectives.traffic import Kind
+from lightning_taco.collectives.algorithms import MEASURED_KINDS, MeasuredKind
 from lightning_taco.config import ELEMENTS, RECIPES, TRANSPORTS, CodecConfig
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -26,10 +25,10 @@ class BenchSettings:
     """What is timed, and where the figures go.
 
     Args:
-        codecs: names of recipes, all codecs of which are timed, or of elements.
+        codecs: names of recipes, all codecs of which are timed, or of elements; of tensor-parallel exchanges.
         sizes: of the whole tensor before compression, such as ``"1MiB"``; ``None`` for a ladder that fits the device.
         rounds: in which exchanges take turns; the median counts.
-        kinds: of exchanges.
+        kinds: of exchanges; data-parallel ones, of gradients and weights, have the codecs of ``"sdp4bit"``.
         output: the file of the figures; ``None`` for the one that ``min_bytes="auto"`` reads.
         plot: a page with a plot of the speed-ups; ``None`` for none.
         device: ``"auto"``: CUDA where each rank has a GPU of its own.
@@ -43,7 +42,7 @@ class BenchSettings:
     codecs: Sequence[str] = ("default", "balanced", "taco")
     sizes: Sequence[str] | None = None
     rounds: int = 15
-    kinds: Sequence[Kind] = KINDS
+    kinds: Sequence[MeasuredKind] = MEASURED_KINDS
     output: Path | None = None
     plot: Path | None = None
     device: DeviceChoice = "auto"
@@ -52,7 +51,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         _require_listed("codecs", self.codecs, CODEC_NAMES)
-        _require_listed("kinds", self.kinds, KINDS)
+        _require_listed("kinds", self.kinds, MEASURED_KINDS)
         for size in self.sizes or ():
             parse_bytes(size)
         if self.sizes is not None and not self.sizes:

@@ -1,7 +1,7 @@
 """Tensor to ``uint8`` message and back: `encode`, `decode`, `decode_sum` and `requantize`.
 
 `recode_sum` and `accumulate` (in `codec.recode`) go from messages of one codec to messages of another, and add values
-to a message.
+to a message. `TahQuant` and `FixedPoint` make one message of one tensor, for transfers between pipeline stages.
 
 CUDA tensors go through the fused Triton kernels (one launch each), all others, and CUDA without triton, through the
 torch reference. Both give the same bits.
@@ -14,13 +14,17 @@ from torch import Tensor
 
 from lightning_taco.codec import reference
 from lightning_taco.codec.checks import VALUE_DTYPES, require_resolved, require_seed, require_value_dtype, uses_triton
+from lightning_taco.codec.fixed_point import FixedPoint
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode import accumulate, recode_sum
+from lightning_taco.codec.tah_quant import TahQuant
 from lightning_taco.config import CodecConfig
 
 __all__ = [
     "VALUE_DTYPES",
+    "FixedPoint",
     "MessageLayout",
+    "TahQuant",
     "accumulate",
     "decode",
     "decode_sum",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_taco import _compat
+from lightning_taco.codec.layout import ALIGNMENT_BYTES
 from lightning_taco.config import CodecConfig
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +27,20 @@ def require_value_dtype(what: str, dtype: torch.dtype) -> None:
     """Refuse what is neither bf16, fp16 nor fp32."""
     if dtype not in VALUE_DTYPES:
         raise TypeError(f"{what} have dtype {dtype}; bfloat16, float16 or float32 is needed.")
+
+
+def require_message(message: Tensor, message_bytes: int, what: str) -> None:
+    """Refuse what is not the one contiguous message of `message_bytes` that `what` takes."""
+    if message.dtype != torch.uint8 or message.shape != (message_bytes,) or not message.is_contiguous():
+        raise ValueError(
+            f"the message is {message.dtype} {tuple(message.shape)}{'' if message.is_contiguous() else ', with gaps'}; "
+            f"{what} needs a contiguous uint8 [{message_bytes}]."
+        )
+    if message.numel() and message.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"the message begins {message.data_ptr() % ALIGNMENT_BYTES} bytes after a multiple of {ALIGNMENT_BYTES}, "
+            "but its parts are read as whole words; pass message.clone(), or begin it at such a multiple."
+        )
 
 
 def require_seed(seed: int) -> None:

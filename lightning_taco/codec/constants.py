@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, FP8_ELEMENTS, gaussian_half, gaussian_top
-from lightning_taco.codec.layout import alpha_bytes, low_bits
+from lightning_taco.codec.layout import alpha_bytes
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 THREADS_PER_PROGRAM = 64
@@ -21,8 +21,6 @@ class KernelConstants:
 
     element: str
     bits: int
-    low_bits: int
-    """Bits of a code in the low plane."""
     mantissa: int
     """Bits of a float's mantissa; 0 for an integer, and for a table."""
     bias: int
@@ -40,7 +38,6 @@ class KernelConstants:
     is_fine: bool
     code_bytes: int
     """Bytes of a block's codes, in all planes."""
-    low_plane_bytes: int
     alpha_bytes: int
     """Bytes that a block has behind its scale."""
     block_size: int
@@ -62,7 +59,6 @@ class KernelConstants:
         return KernelConstants(
             element=codec.element,
             bits=bits,
-            low_bits=low_bits(codec.element),
             mantissa=form.mantissa_bits if form else 0,
             bias=form.exponent_bias if form else 0,
             largest=form.largest_code if form else int(CODE_MAX[codec.element]),
@@ -76,7 +72,6 @@ class KernelConstants:
             is_dual=codec.scale_mode == "dual",
             is_fine=codec.scale_mode == "fine",
             code_bytes=codec.block_size * bits // 8,
-            low_plane_bytes=codec.block_size * low_bits(codec.element) // 8,
             alpha_bytes=alpha_bytes(codec),
             block_size=codec.block_size,
             parts=parts,

@@ -14,7 +14,7 @@ from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
 from lightning_taco.config import CodecConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": THREADS_PER_PROGRAM // 32, "enable_fp_fusion": False}
+DEFAULT_WARPS = THREADS_PER_PROGRAM // 32
 # A seed that is 1, or a multiple of 16, would have a kernel of its own compiled, in the middle of a run.
 SEEDS = ["seed_low", "seed_high"]
 NUMBERING = ["first_block", "row_blocks"]
@@ -23,7 +23,14 @@ NUMBERING = ["first_block", "row_blocks"]
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    *,
+    num_warps: int = DEFAULT_WARPS,
+) -> None:
     """Launch `kernel` on the device of the tensor that is the first of `arguments`.
 
     Args:
@@ -31,16 +38,18 @@ def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], 
         grid: programs along each axis.
         arguments: tensors and numbers, in the order of its parameters.
         constants: those of its parameters that are constants, which come last.
+        num_warps: of a program; always the same for one kernel.
     """
     device = arguments[0].device
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
     with _on_device(device):
         if INTERPRETED:
-            kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+            kernel[grid](*arguments, *constants, **options)
             return
         key = (kernel.fn, device.index, *constants, *map(_specialization, arguments))
         compiled = _compiled.get(key)
         if compiled is None:
-            _compiled[key] = kernel[grid](*arguments, *constants, **LAUNCH_OPTIONS)
+            _compiled[key] = kernel[grid](*arguments, *constants, **options)
         else:
             compiled[grid](*arguments, *constants)
 

@@ -104,7 +104,7 @@ def _alpha(mean_energy, C: tl.constexpr):
 
 
 @triton.jit
-def _largest_bits(parts, C: tl.constexpr):
+def largest_bits(parts, C: tl.constexpr):
     """The largest magnitude of each block, as bits: they order like the floats, NaN and Inf above all. int32 [tile]."""
     PARTS: tl.constexpr = C.parts
     largest = parts[0].to(tl.int32, bitcast=True) & _ABS_MASK
@@ -118,7 +118,7 @@ def _equalize(parts, C: tl.constexpr):
     """Parts with sub-blocks of one energy; the bits of their factors, a tuple of int32 [tile, 1]; exponents [tile]."""
     SUB_BLOCKS: tl.constexpr = C.block_size // _SUB_BLOCK
     PARTS_PER_SUB_BLOCK: tl.constexpr = _SUB_BLOCK // C.width
-    exponent = tl.minimum(_largest_bits(parts, C) >> 23, 253)
+    exponent = tl.minimum(largest_bits(parts, C) >> 23, 253)
     parts = scaled(parts, ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None], C)
     usable = (exponent >= _SMALLEST_EXPONENT)[:, None]
     equalized, factor_bits = (), ()
@@ -171,7 +171,7 @@ def _scales(parts, C: tl.constexpr):
         positive_bits, negative_bits = _largest_bits_of_each_sign(parts, C)
         amax_bits = tl.maximum(positive_bits, negative_bits)
     else:
-        amax_bits = _largest_bits(parts, C)
+        amax_bits = largest_bits(parts, C)
     finite = amax_bits < _INF_BITS
     amax = amax_bits.to(tl.float32, bitcast=True)
     usable = finite & (amax >= _SMALLEST_AMAX)

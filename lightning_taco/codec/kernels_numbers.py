@@ -137,13 +137,13 @@ def random_parts(blocks, seed_low, seed_high, C: tl.constexpr):
 
 
 @triton.jit
-def _uniform(noise):
+def uniform_numbers(noise):
     """16 random bits -> fp32 from 0 to 1, the middles of 2^16 steps."""
     return ((noise << 7) | _ONE_BITS).to(tl.float32, bitcast=True) + _HALF_STEP_MINUS_ONE
 
 
 @triton.jit
-def _round_to_integer(values):
+def round_to_integer(values):
     """Small fp32 -> int32, ties to even."""
     return (values + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
 
@@ -169,8 +169,8 @@ def _float_code(
     normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
     steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
     if STOCHASTIC:
-        steps = steps + (_uniform(noise) - 0.5)
-    subnormal = _round_to_integer(steps)
+        steps = steps + (uniform_numbers(noise) - 0.5)
+    subnormal = round_to_integer(steps)
     code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
     return (tl.minimum(code, LARGEST) | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))).to(tl.uint8)
 
@@ -221,7 +221,7 @@ def _nf4_code(quantized, noise, STOCHASTIC: tl.constexpr):
             below = below + (quantized >= _nf4_level(code)).to(tl.int32)
         level = _nf4_value(below)
         step = _nf4_value(below + 1) - level
-        code = below + (_uniform(noise) * step < quantized - level).to(tl.int32)
+        code = below + (uniform_numbers(noise) * step < quantized - level).to(tl.int32)
     else:
         # A binary search: four comparisons, where the straight count takes fifteen.
         high = quantized > _nf4_midpoint(7)
@@ -257,9 +257,9 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
         below = tl.minimum(tl.maximum(below, -HALF), HALF - 2)
         level = _gaussian_level(below, HALF)
         step = _gaussian_level(below + 1.0, HALF) - level
-        code = below.to(tl.int32) + (_uniform(noise) * step < quantized - level).to(tl.int32)
+        code = below.to(tl.int32) + (uniform_numbers(noise) * step < quantized - level).to(tl.int32)
     else:
-        code = tl.minimum(tl.maximum(_round_to_integer(position), -HALF), HALF - 1)
+        code = tl.minimum(tl.maximum(round_to_integer(position), -HALF), HALF - 1)
     return code
 
 
@@ -272,10 +272,10 @@ def to_code(quantized, noise, C: tl.constexpr):
         if C.is_gaussian:
             code = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
         elif C.is_stochastic:
-            code = _round_to_integer(quantized + (_uniform(noise) - 0.5))
+            code = round_to_integer(quantized + (uniform_numbers(noise) - 0.5))
             code = tl.minimum(tl.maximum(code, -C.largest), C.largest)
         else:
-            code = _round_to_integer(quantized)
+            code = round_to_integer(quantized)
     elif C.is_native_fp8 and not C.is_stochastic:
         if C.element == "e4m3":
             code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

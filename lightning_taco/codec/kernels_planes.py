@@ -63,7 +63,7 @@ def _shift(group):
 
 
 @triton.jit
-def _store_plane(plane, codes, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+def store_plane(plane, codes, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Write WIDTH bits, from FIRST_BIT up, of each code."""
     NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
     pieces = ()
@@ -77,7 +77,7 @@ def _store_plane(plane, codes, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
+def load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
     """WIDTH bits of each code, as parts of int32 [tile, width]."""
     PARTS: tl.constexpr = C.parts
     NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
@@ -87,6 +87,34 @@ def _load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
         bits = pieces[part % NUM_PIECES].to(tl.int32) >> _shift(part // NUM_PIECES)
         parts = parts + (bits & ((1 << WIDTH) - 1),)
     return parts
+
+
+@triton.constexpr_function
+def _widths(bits):
+    """The bits of each plane of codes of so many bits, the lowest plane first, as `codec.layout.plane_bits` says."""
+    return tuple(width for width in (4, 2, 1) if bits & width)
+
+
+@triton.constexpr_function
+def _first_bit(bits, width):
+    """The lowest bit that the plane of `width` bits holds."""
+    return bits & ~(2 * width - 1)
+
+
+@triton.jit
+def _plane(message, num_blocks, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Where the plane of WIDTH bits begins."""
+    return message + num_blocks * (C.block_size * _first_bit(C.bits, WIDTH) // 8)
+
+
+@triton.jit
+def with_higher_bits(codes, higher, FIRST_BIT: tl.constexpr, C: tl.constexpr):
+    """Each part of int32 [tile, width] with those of `higher` from FIRST_BIT up."""
+    PARTS: tl.constexpr = C.parts
+    both = ()
+    for part in tl.static_range(PARTS):
+        both = both + (codes[part] | (higher[part] << FIRST_BIT),)
+    return both
 
 
 @triton.jit
@@ -99,10 +127,10 @@ def store_codes(message, codes, blocks, valid, num_blocks, C: tl.constexpr):
             pieces = pieces + (codes[part].to(tl.uint8),)
         _store_pieces(message, pieces, blocks, valid, C.parts, C)
     else:
-        _store_plane(message, codes, blocks, valid, 0, C.low_bits, C)
-        if C.bits > C.low_bits:
-            high_plane = message + num_blocks * C.low_plane_bytes
-            _store_plane(high_plane, codes, blocks, valid, C.low_bits, C.bits - C.low_bits, C)
+        WIDTHS: tl.constexpr = _widths(C.bits)
+        for index in tl.static_range(len(WIDTHS)):
+            plane = _plane(message, num_blocks, WIDTHS[index], C)
+            store_plane(plane, codes, blocks, valid, _first_bit(C.bits, WIDTHS[index]), WIDTHS[index], C)
 
 
 @triton.jit
@@ -111,13 +139,10 @@ def load_codes(message, blocks, valid, num_blocks, C: tl.constexpr):
     if C.bits == 8:
         codes = _load_pieces(message, blocks, valid, C.parts, C)
     else:
-        codes = _load_plane(message, blocks, valid, C.low_bits, C)
-        if C.bits > C.low_bits:
-            PARTS: tl.constexpr = C.parts
-            high_plane = message + num_blocks * C.low_plane_bytes
-            high = _load_plane(high_plane, blocks, valid, C.bits - C.low_bits, C)
-            both = ()
-            for part in tl.static_range(PARTS):
-                both = both + (codes[part] | (high[part] << C.low_bits),)
-            codes = both
+        WIDTHS: tl.constexpr = _widths(C.bits)
+        codes = load_plane(message, blocks, valid, WIDTHS[0], C)
+        for index in tl.static_range(1, len(WIDTHS)):
+            plane = _plane(message, num_blocks, WIDTHS[index], C)
+            higher = load_plane(plane, blocks, valid, WIDTHS[index], C)
+            codes = with_higher_bits(codes, higher, _first_bit(C.bits, WIDTHS[index]), C)
     return codes

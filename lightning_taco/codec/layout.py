@@ -2,10 +2,10 @@
 
 `alpha` is one fp32 a block in dual mode, one byte for each 32 values in fine mode, and missing in merged mode.
 
-Codes of fewer than 8 bits are packed in two planes: the low bits of all blocks (4 bits a value; 2 for int3), then the
-high bits (2 for int6, 1 for int5 and int3, none for 4 bits), as many values a byte as fit. A byte holds values that
-lie half a block, a quarter, an eighth apart (value i with value i + block/2), so that packing folds halves and nothing
-crosses neighbours.
+Codes of fewer than 8 bits are packed in planes of 4, 2 and 1 bits, the lowest bits first: 4 + 2 + 1 for int7, 4 + 2 for
+int6, 4 + 1 for int5, 2 + 1 for int3. A plane holds these bits of all blocks, as many values a byte as fit. A byte holds
+values that lie half a block, a quarter, an eighth apart (value i with value i + block/2), so that packing folds halves
+and nothing crosses neighbours.
 
 Codes and scales share one buffer, so that one exchange carries both; every row of a batch of messages starts at a
 multiple of 16 bytes, so that 16-byte vector access holds.
@@ -54,10 +54,13 @@ class MessageLayout:
         )
 
 
-def low_bits(element: str) -> int:
-    """Bits of a code in the low plane; all of an 8-bit one, which has no other plane."""
-    bits = BITS_PER_CODE[element]
-    return bits if bits == 8 else 4 if bits >= 4 else 2
+def plane_bits(bits: int) -> tuple[tuple[int, int], ...]:
+    """First bit and number of bits of each plane of codes of so many bits.
+
+    >>> plane_bits(8), plane_bits(7), plane_bits(5)
+    (((0, 8),), ((0, 4), (4, 2), (6, 1)), ((0, 4), (4, 1)))
+    """
+    return tuple((bits & ~(2 * width - 1), width) for width in (8, 4, 2, 1) if bits & width)
 
 
 def alpha_bytes(codec: CodecConfig) -> int:

@@ -19,7 +19,7 @@ from lightning_taco.codec.elements import (
     FloatFormat,
     gaussian_half,
 )
-from lightning_taco.codec.layout import low_bits
+from lightning_taco.codec.layout import plane_bits
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 FLOAT_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -39,7 +39,7 @@ def round_to_codes(
             return quantized.to(FLOAT_DTYPES[codec.element]).view(torch.uint8)
         return _float_codes(quantized, noise, FLOAT_FORMATS[codec.element], BITS_PER_CODE[codec.element])
     code_max = CODE_MAX[codec.element]
-    uniform = None if noise is None else _uniform(noise)
+    uniform = None if noise is None else uniform_numbers(noise)
     if codec.element == "nf4":
         return _nf4_codes(quantized, uniform)
     if codec.levels == "gaussian":
@@ -86,31 +86,29 @@ def _gaussian_codes(quantized: Tensor, uniform: Tensor | None, half: int) -> Ten
 
 def pack(codes: Tensor, codec: CodecConfig) -> Tensor:
     """``uint8 [R, num_blocks, block]`` -> the bytes of the planes, ``uint8 [R, bytes]``."""
-    bits, low = BITS_PER_CODE[codec.element], low_bits(codec.element)
-    planes = [_pack_plane(codes & ((1 << low) - 1), low).flatten(1)]
-    if bits > low:
-        planes.append(_pack_plane(codes >> low, bits - low).flatten(1))
-    return torch.cat(planes, dim=1)
+    planes = plane_bits(BITS_PER_CODE[codec.element])
+    return torch.cat([pack_plane(codes >> first & ((1 << width) - 1), width).flatten(1) for first, width in planes], 1)
 
 
 def unpack(planes: Tensor, codec: CodecConfig, num_blocks: int) -> Tensor:
     """The inverse of `pack`."""
-    bits, low = BITS_PER_CODE[codec.element], low_bits(codec.element)
-    low_bytes = num_blocks * codec.block_size * low // 8
-    codes = _unpack_plane(planes[:, :low_bytes].unflatten(1, (num_blocks, codec.block_size * low // 8)), low)
-    if bits > low:
-        high = planes[:, low_bytes:].unflatten(1, (num_blocks, codec.block_size * (bits - low) // 8))
-        codes = codes | (_unpack_plane(high, bits - low) << low)
+    codes = torch.zeros(planes.shape[0], num_blocks, codec.block_size, dtype=torch.uint8, device=planes.device)
+    for first, width in plane_bits(BITS_PER_CODE[codec.element]):
+        start, block_bytes = num_blocks * codec.block_size * first // 8, codec.block_size * width // 8
+        plane = planes[:, start : start + num_blocks * block_bytes].unflatten(1, (num_blocks, block_bytes))
+        codes |= unpack_plane(plane, width) << first
     return codes
 
 
-def _pack_plane(values: Tensor, width: int) -> Tensor:
+def pack_plane(values: Tensor, width: int) -> Tensor:
+    """``uint8 [..., block]`` below ``2^width`` -> ``uint8 [..., block * width / 8]``."""
     while width < 8:
         values, width = _fold(values, width), 2 * width
     return values
 
 
-def _unpack_plane(values: Tensor, width: int) -> Tensor:
+def unpack_plane(values: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_plane`."""
     step = 4
     while step >= width:
         values, step = _unfold(values, step), step // 2
@@ -139,7 +137,7 @@ def random_bits(
     return torch.cat((bits & 0xFFFF, bits >> 16), dim=-1)
 
 
-def _uniform(noise: Tensor) -> Tensor:
+def uniform_numbers(noise: Tensor) -> Tensor:
     """16 random bits -> fp32 from 0 to 1, the middles of 2^16 steps: nothing that is exact is ever moved."""
     return (noise.float() + 0.5) * 2.0**-16
 
@@ -163,7 +161,7 @@ def _float_codes(quantized: Tensor, noise: Tensor | None, form: FloatFormat, num
         subnormal = steps.round().to(torch.int64)
     else:
         rounding = (2 * noise + 1) << (dropped - 17)
-        subnormal = (steps + (_uniform(noise) - 0.5)).round().to(torch.int64)
+        subnormal = (steps + (uniform_numbers(noise) - 0.5)).round().to(torch.int64)
     normal = ((magnitude + rounding) >> dropped) - ((127 - form.exponent_bias) << form.mantissa_bits)
     is_subnormal = magnitude < ((128 - form.exponent_bias) << 23)
     code = torch.where(is_subnormal, subnormal, normal).clamp(max=form.largest_code)

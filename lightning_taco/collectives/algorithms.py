@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,10 +23,15 @@ NUM_SLICES = (2, 4)
 PEER_MEMORY = "peer_memory"
 SLICED_BYTES = 1 << 25
 """Of a tensor that goes through mapped memory in slices unless sizes were measured: there the host keeps ahead."""
+DataParallelKind = Literal["gradient_reduce_scatter", "weight_all_gather"]
+DATA_PARALLEL_KINDS: tuple[DataParallelKind, ...] = ("gradient_reduce_scatter", "weight_all_gather")
+"""Of `lightning_taco.data_parallel`, which has one algorithm for each; a bench times them too."""
+MeasuredKind = Kind | DataParallelKind
+MEASURED_KINDS: tuple[MeasuredKind, ...] = (*KINDS, *DATA_PARALLEL_KINDS)
 
 
 def algorithms_of(
-    kind: Kind,
+    kind: MeasuredKind,
     num_ranks: int,
     spans_hosts: bool = False,
     *,
@@ -48,6 +55,8 @@ def algorithms_of(
     >>> algorithms_of("all_gather", 2, overlaps=True)
     ('all_gather', 'all_gather/2', 'all_gather/4')
     """
+    if kind in DATA_PARALLEL_KINDS:
+        return ("all_to_all",) if kind == "gradient_reduce_scatter" else ("all_gather",)
     whole = _whole(kind, num_ranks)
     sliced = tuple(f"{algorithm}/{number}" for algorithm in whole for number in NUM_SLICES if overlaps)
     hierarchical = ("hierarchical",) if spans_hosts and kind != "all_to_all" else ()
@@ -60,7 +69,7 @@ def overlaps(group: dist.ProcessGroup) -> bool:
     return "nccl" in str(dist.get_backend(group))
 
 
-def _whole(kind: Kind, num_ranks: int) -> tuple[Algorithm, ...]:
+def _whole(kind: MeasuredKind, num_ranks: int) -> tuple[Algorithm, ...]:
     if kind == "all_gather":
         return ("all_gather",)
     if kind == "all_reduce":

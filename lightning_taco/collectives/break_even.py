@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_taco.collectives.algorithms import KINDS, Algorithm
-from lightning_taco.collectives.traffic import Kind
+from lightning_taco.collectives.algorithms import KINDS, Algorithm, MeasuredKind
 from lightning_taco.config import DEFAULT_MIN_BYTES, CodecConfig
 
 NEVER_SLOWER = 0.98
@@ -39,7 +38,7 @@ class Timing:
         relative_errors: ``||x' - x|| / ||x||`` of the result of each, the worst of all ranks.
     """
 
-    kind: Kind
+    kind: MeasuredKind
     codec: str
     num_bytes: int
     stock_us: float
@@ -69,23 +68,25 @@ class BreakEven:
     """
 
     timings: tuple[Timing, ...]
-    segments: Mapping[tuple[Kind, str], tuple[Segment, ...]] = field(repr=False)
-    _found: dict[tuple[Kind, CodecConfig], tuple[Segment, ...]] = field(default_factory=dict, repr=False, compare=False)
+    segments: Mapping[tuple[MeasuredKind, str], tuple[Segment, ...]] = field(repr=False)
+    _found: dict[tuple[MeasuredKind, CodecConfig], tuple[Segment, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, timings: Iterable[Timing]) -> BreakEven:
         """What follows from `timings`."""
         timings = tuple(timings)
-        rows: dict[tuple[Kind, str], list[Timing]] = {}
+        rows: dict[tuple[MeasuredKind, str], list[Timing]] = {}
         for timing in timings:
             rows.setdefault((timing.kind, timing.codec), []).append(timing)
         return cls(timings, {key: segments_of(each) for key, each in rows.items()})
 
     def covers(self, codec: CodecConfig) -> bool:
-        """Whether all kinds of exchanges were measured with this codec."""
+        """Whether all kinds of tensor-parallel exchanges were measured with this codec."""
         return all((kind, str(codec)) in self.segments for kind in KINDS)
 
-    def segment(self, kind: Kind, codec: CodecConfig, num_bytes: int) -> Segment | None:
+    def segment(self, kind: MeasuredKind, codec: CodecConfig, num_bytes: int) -> Segment | None:
         """How a tensor of this size is compressed; ``None`` where it is to be sent as it is."""
         found = None
         for segment in self._segments(kind, codec):
@@ -94,12 +95,12 @@ class BreakEven:
             found = segment
         return found
 
-    def min_bytes(self, kind: Kind, codec: CodecConfig | str) -> int | None:
+    def min_bytes(self, kind: MeasuredKind, codec: CodecConfig | str) -> int | None:
         """The smallest size that is compressed; ``None`` where compressing never pays."""
         segments = self.segments.get((kind, str(codec)), NOT_MEASURED)
         return segments[0].num_bytes if segments else None
 
-    def refusal(self, kind: Kind, codec: CodecConfig) -> str:
+    def refusal(self, kind: MeasuredKind, codec: CodecConfig) -> str:
         """Why a tensor is sent as it is, for whom it is."""
         least = self.min_bytes(kind, codec)
         if least is None:
@@ -110,7 +111,7 @@ class BreakEven:
         """Both, for measurements of different codecs."""
         return BreakEven.of((*self.timings, *other.timings))
 
-    def _segments(self, kind: Kind, codec: CodecConfig) -> tuple[Segment, ...]:
+    def _segments(self, kind: MeasuredKind, codec: CodecConfig) -> tuple[Segment, ...]:
         key = (kind, codec)
         if key not in self._found:  # asked for at each exchange, where spelling the codec out would cost
             self._found[key] = self.segments.get((kind, str(codec)), NOT_MEASURED)

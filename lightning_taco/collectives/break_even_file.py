@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_taco.collectives.algorithms import KINDS
+from lightning_taco.collectives.algorithms import MEASURED_KINDS
 from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.topology import Topology
 
@@ -123,7 +123,7 @@ def _timings(rows: Iterable[Any], topology: Topology) -> list[Timing]:
 def _require_row(row: Any, topology: Topology) -> None:
     if not isinstance(row, Mapping):
         raise ValueError(f"{row!r} is not a row")
-    if row.get("exchange") not in KINDS or not isinstance(row.get("codec"), str):
+    if row.get("exchange") not in MEASURED_KINDS or not isinstance(row.get("codec"), str):
         raise ValueError(f"a row is of the exchange {row.get('exchange')!r} and the codec {row.get('codec')!r}")
     if row.get("algorithm") not in topology.algorithms(row["exchange"]):
         raise ValueError(f"{row['exchange']} on {topology.num_ranks} ranks has no algorithm {row.get('algorithm')!r}")

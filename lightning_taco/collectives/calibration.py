@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.collectives.algorithms import KINDS, Algorithm, algorithms_of, exchange, overlaps
+from lightning_taco.collectives.algorithms import KINDS, Algorithm, MeasuredKind, algorithms_of, exchange, overlaps
 from lightning_taco.collectives.break_even import Timing
 from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import Kind
-from lightning_taco.config import CodecConfig
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 HIDDEN = 1024
 """Size of the last dim, rounded up to a multiple of the ranks."""
@@ -35,12 +35,11 @@ SPAN_S = 2e-3
 """What is timed as a whole: short calls are repeated to fill it."""
 MAX_CALLS = 20
 NUM_WARM_UPS = 2
-STOCK = "stock"
 
 Call = Callable[[], Tensor]
 Clock = Callable[[], float]
-Name = tuple[str, str]
-"""Of a call: the codec in words, or `STOCK`, and the algorithm."""
+Name = tuple[str, Algorithm]
+"""Of a call of ours: the codec in words, and the algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,35 @@ class Ladder:
     sizes: Sequence[int]
     rounds: int = 7
     seconds: float = float("inf")
-    kinds: Sequence[Kind] = KINDS
+    kinds: Sequence[MeasuredKind] = KINDS
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Exchanges of the same values, to be timed against one another.
+
+    Attributes:
+        kind: of the exchange.
+        num_bytes: of the whole tensor, as ``min_bytes`` counts it.
+        stock: the library's own exchange.
+        ours: by codec and algorithm.
+        code_bits: of the narrowest code of each codec in words.
+    """
+
+    kind: MeasuredKind
+    num_bytes: int
+    stock: Call
+    ours: Mapping[Name, Call]
+    code_bits: Mapping[str, int]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """All of them, the library's own first."""
+        return (self.stock, *self.ours.values())
+
+
+ContestOf = Callable[[MeasuredKind, int], Contest]
+"""Makes that of a kind of exchange and about so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -111,23 +138,28 @@ def measuring_dtype(device: torch.device) -> torch.dtype:
 
 
 def measure(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> Iterator[Timing]:
+    """`measure_contests` for tensor-parallel exchanges by `codecs`, their element resolved."""
+    return measure_contests(ranks, ladder, lambda kind, size: contest(kind, size, ranks, codecs))
+
+
+def measure_contests(ranks: RankGroup, ladder: Ladder, contest_of: ContestOf) -> Iterator[Timing]:
     """Time all exchanges of `ladder`, one size after the other. All ranks call it and take as many results.
 
     Args:
         ranks: more than one.
-        codecs: with their element resolved.
         ladder: what to measure.
+        contest_of: makes the exchanges of one kind and size.
 
     Yields:
         One timing for each kind, codec and size, the same on all ranks.
 
     Cost: a few milliseconds for each exchange and round; tensors of the largest size, a few of them at a time.
     """
-    _compile(ranks, codecs, ladder)
+    _compile(ranks, ladder, contest_of)
     start = last = ranks.clock()
     for index, size in enumerate(ladder.sizes):
         for kind in ladder.kinds:
-            yield from _measure_kind(kind, size, ranks, codecs, ladder.rounds)
+            yield from _measure_contest(contest_of(kind, size), ranks, ladder.rounds)
         now = ranks.clock()
         growth = ladder.sizes[index + 1] / size if index + 1 < len(ladder.sizes) else 1.0
         # The same on all ranks, so they all go on or all stop.
@@ -137,37 +169,35 @@ def measure(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> 
         last = now
 
 
-def _measure_kind(
-    kind: Kind, size: int, ranks: RankGroup, codecs: Sequence[CodecConfig], rounds: int
-) -> Iterator[Timing]:
+def contest(kind: MeasuredKind, size: int, ranks: RankGroup, codecs: Sequence[CodecConfig]) -> Contest:
+    """The exchanges of one kind, a tensor-parallel one, and size."""
+    assert kind != "gradient_reduce_scatter"
+    assert kind != "weight_all_gather"
     tensor, num_bytes = example_tensor(kind, size, ranks.group, ranks.device)
-    algorithms = ranks.algorithms(kind)
-    calls = _calls(kind, tensor, codecs, ranks)
-    times = _interleaved_us(calls, ranks, rounds)
-    exact = calls[STOCK, ""]()
-    errors = ranks.slowest(
-        [[relative_error(calls[str(codec), algorithm](), exact) for algorithm in algorithms] for codec in codecs]
-    )
-    for codec, codec_errors in zip(codecs, errors, strict=True):
-        algorithm_us = {algorithm: times[str(codec), algorithm] for algorithm in algorithms}
-        relative_errors = dict(zip(algorithms, codec_errors, strict=True))
-        yield Timing(kind, str(codec), num_bytes, times[STOCK, ""], algorithm_us, relative_errors)
-
-
-def _calls(kind: Kind, tensor: Tensor, codecs: Sequence[CodecConfig], ranks: RankGroup) -> dict[Name, Call]:
-    """By codec and algorithm, the library's own first."""
-    calls: dict[Name, Call] = {(STOCK, ""): stock_call(kind, tensor, ranks.group)}
-    return calls | {
+    ours = {
         (str(codec), algorithm): compressed_call(kind, tensor, codec, ranks, algorithm)
         for codec in codecs
         for algorithm in ranks.algorithms(kind)
     }
+    code_bits = {str(codec): BITS_PER_CODE[codec.element] for codec in codecs}
+    return Contest(kind, num_bytes, stock_call(kind, tensor, ranks.group), ours, code_bits)
 
 
-def _compile(ranks: RankGroup, codecs: Sequence[CodecConfig], ladder: Ladder) -> None:
+def _measure_contest(between: Contest, ranks: RankGroup, rounds: int) -> Iterator[Timing]:
+    stock_us, *own_us = _interleaved_us(between.calls, ranks, rounds)
+    exact = between.stock()
+    (errors,) = ranks.slowest([[relative_error(call(), exact) for call in between.ours.values()]])
+    times, found = dict(zip(between.ours, own_us, strict=True)), dict(zip(between.ours, errors, strict=True))
+    for codec in dict.fromkeys(codec for codec, _ in between.ours):
+        algorithms = [algorithm for name, algorithm in between.ours if name == codec]
+        algorithm_us = {algorithm: times[codec, algorithm] for algorithm in algorithms}
+        relative_errors = {algorithm: found[codec, algorithm] for algorithm in algorithms}
+        yield Timing(between.kind, codec, between.num_bytes, stock_us, algorithm_us, relative_errors)
+
+
+def _compile(ranks: RankGroup, ladder: Ladder, contest_of: ContestOf) -> None:
     for kind in ladder.kinds:
-        tensor, _ = example_tensor(kind, ladder.sizes[0], ranks.group, ranks.device)
-        for call in _calls(kind, tensor, codecs, ranks).values():
+        for call in contest_of(kind, ladder.sizes[0]).calls:
             call()
     ranks.meet()
 
@@ -207,19 +237,16 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     return ((result.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
-def _interleaved_us(calls: Mapping[Name, Call], ranks: RankGroup, rounds: int) -> dict[Name, float]:
+def _interleaved_us(calls: Sequence[Call], ranks: RankGroup, rounds: int) -> list[float]:
     """Microseconds of each call, the same on all ranks."""
-    for call in calls.values():
+    for call in calls:
         for _ in range(NUM_WARM_UPS):
             call()
-    estimates = ranks.slowest([[_span(call, 1, ranks) for call in calls.values()]])[0]
+    estimates = ranks.slowest([[_span(call, 1, ranks) for call in calls]])[0]
     counts = [max(1, min(MAX_CALLS, int(SPAN_S / max(estimate, 1e-9)))) for estimate in estimates]
-    spans = [
-        [_span(call, count, ranks) for call, count in zip(calls.values(), counts, strict=True)] for _ in range(rounds)
-    ]
+    spans = [[_span(call, count, ranks) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
     by_call = zip(*ranks.slowest(spans), strict=True)
-    medians = [statistics.median(times) / count for times, count in zip(by_call, counts, strict=True)]
-    return {name: 1e6 * seconds for name, seconds in zip(calls, medians, strict=True)}
+    return [1e6 * statistics.median(times) / count for times, count in zip(by_call, counts, strict=True)]
 
 
 def _span(call: Call, count: int, ranks: RankGroup) -> float:

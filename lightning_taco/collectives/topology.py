@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_taco import _compat
-from lightning_taco.collectives.algorithms import Algorithm, algorithms_of
+from lightning_taco.collectives.algorithms import Algorithm, MeasuredKind, algorithms_of
 from lightning_taco.collectives.calibration import measuring_dtype
 from lightning_taco.collectives.hierarchy import host_size
-from lightning_taco.collectives.traffic import Kind
 
 NETWORK_PREFIXES = ("NCCL_", "GLOO_")
 IRRELEVANT = ("NCCL_DEBUG", "NCCL_VERSION", "NCCL_ASYNC_ERROR_HANDLING")
@@ -84,7 +83,7 @@ class Topology:
         """JSON values."""
         return asdict(self)
 
-    def algorithms(self, kind: Kind) -> tuple[Algorithm, ...]:
+    def algorithms(self, kind: MeasuredKind) -> tuple[Algorithm, ...]:
         """Those that such a group can exchange by."""
         return algorithms_of(
             kind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class CompressedReduceScatter(ReduceScatter):
         (self._group,) = _compat.fsdp_param_groups(unit.module)
         self._divides = unit.reduces_in_half
         if self._divides:
-            self._own_factor = 1.0 / (self._group.gradient_divide_factor or unit.group.size() * unit.num_replicas)
+            self._own_factor = 1.0 / (self._group.gradient_divide_factor or unit.num_ranks)
             unit.fsdp.set_gradient_divide_factor(1.0)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -105,8 +105,11 @@ class CompressedReduceScatter(ReduceScatter):
         return _compat.reduce_scatter_single(out, values, group=group, op=op, async_op=async_op)
 
 
-class CompressedReplicaAverage:
-    """The mean of a unit's reduced gradients over replicas: HSDP, as FSDP2 over the ranks of a replica and this hook.
+class CompressedReplicaSum:
+    """The sum, times a factor, of a unit's reduced gradients over replicas: the second half of HSDP.
+
+    FSDP2's ``set_all_reduce_hook`` takes it where FSDP2 shards over the ranks of one replica and knows of no other, and
+    `hsdp.ReplicaGroup` where FSDP2 knows the replicas.
 
     Args:
         unit: whose gradients.
@@ -124,34 +127,54 @@ class CompressedReplicaAverage:
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Average `reduce_output` ``[N]`` in place, in stream order."""
+        exchange = self._exchange
+        factor = 1.0 / exchange.groups.world_size
+        self.reduce(reduce_output, factor, lambda values, reason: average_as_it_is(values, exchange, reason))
+
+    def reduce(self, values: Tensor, factor: float, as_it_is: Callable[[Tensor, str], None]) -> None:
+        """Put the sum of `values` ``[N]`` over the replicas times `factor` in their place, in stream order.
+
+        Args:
+            values: this replica's.
+            factor: 1 for a sum.
+            as_it_is: does the same to a part of the values without compression, and is told why.
+        """
         self.num_calls += 1
         columns = self._columns
-        if columns.num_values != reduce_output.numel():
-            # Some parameters got no gradient: which, this hook is not told.
+        if columns.num_values != values.numel():
+            # Some parameters got no gradient: which, we are not told.
             if columns.is_mixed:
-                self._stock(reduce_output, "parameters without gradients beside tensor-parallel ones")
+                as_it_is(values, "parameters without gradients beside tensor-parallel ones")
                 return
-            columns = Columns((reduce_output.numel(),), (True,))
-        columns.in_parts(reduce_output.view(1, -1), reduce_output, self._average)
+            columns = Columns((values.numel(),), (True,))
 
-    def _average(self, part: int, rows: Tensor, out: Tensor) -> None:
-        if rows.dtype not in VALUE_DTYPES:
-            self._stock(out, f"dtype {str(rows.dtype).removeprefix('torch.')}")
-        elif rows.numel() * rows.element_size() < self._min_bytes:
-            self._stock(out, f"smaller than min_bytes={self._min_bytes}")
-        else:
+        def reduce_part(part: int, rows: Tensor, out: Tensor) -> None:
+            reason = self._reason_for_stock(rows)
+            if reason is not None:
+                as_it_is(out, reason)
+                return
             seed = derived_seed(self._seed, REPLICAS, self.num_calls, part)
-            factor = 1.0 / self._exchange.groups.world_size
             self._exchange.all_reduce(rows.view(-1), out, factor=factor, seed=seed)
 
-    def _stock(self, values: Tensor, reason: str) -> None:
-        average_as_it_is(values, self._exchange, reason)
+        columns.in_parts(values.view(1, -1), values, reduce_part)
+
+    def _reason_for_stock(self, rows: Tensor) -> str | None:
+        if rows.dtype not in VALUE_DTYPES:
+            return f"dtype {str(rows.dtype).removeprefix('torch.')}"
+        is_small = rows.numel() * rows.element_size() < self._min_bytes
+        return f"smaller than min_bytes={self._min_bytes}" if is_small else None
 
 
 def average_as_it_is(values: Tensor, exchange: GradientExchange, reason: str) -> None:
     """The library's own mean of `values` over the ranks of `exchange`, in place; counted with the reason."""
+    record_all_reduce_as_it_is(values, exchange, reason)
+    # First: the sum of large fp16 gradients need not fit, their mean does.
+    values.mul_(1.0 / exchange.groups.world_size)
+    dist.all_reduce(values, group=exchange.groups.whole)
+
+
+def record_all_reduce_as_it_is(values: Tensor, exchange: GradientExchange, reason: str) -> None:
+    """Count an all-reduce of `values` over the ranks of `exchange` that is not compressed."""
     num_ranks = exchange.groups.world_size
     sent_bytes = 2 * (num_ranks - 1) * values.numel() * values.element_size() // num_ranks
     exchange.traffic.record_stock(INSIDE_NODE, "all_reduce", sent_bytes, reason)
-    values.mul_(1.0 / num_ranks)  # first: the sum of large fp16 gradients need not fit, their mean does
-    dist.all_reduce(values, group=exchange.groups.whole)

@@ -72,7 +72,7 @@ class FsdpUnit:
         group: the ranks over which its parameters are sharded.
         gathered: the columns of an all-gather: all parameters.
         reduced: the columns of a reduce-scatter: parameters that get a gradient.
-        num_replicas: over which FSDP2 itself all-reduces, in native HSDP; 1 without.
+        replicas: the ranks over which FSDP2 itself all-reduces, under HSDP; ``None`` without.
         reduces_in_half: whether gradients are reduced in fp16, whose sums may overflow.
     """
 
@@ -81,8 +81,13 @@ class FsdpUnit:
     group: dist.ProcessGroup
     gathered: Columns
     reduced: Columns
-    num_replicas: int
+    replicas: dist.ProcessGroup | None
     reduces_in_half: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Over which FSDP2 itself reduces, those of all replicas."""
+        return self.group.size() * (1 if self.replicas is None else self.replicas.size())
 
     @property
     def fsdp(self) -> FSDPModule:
@@ -132,14 +137,13 @@ def _unit(name: str, module: nn.Module, group: Any) -> FsdpUnit:
         widths=tuple(width for width, wanted in zip(columns.widths, gets_gradient, strict=True) if wanted),
         are_whole=tuple(whole for whole, wanted in zip(columns.are_whole, gets_gradient, strict=True) if wanted),
     )
-    replicas = getattr(mesh_info, "replicate_process_group", None)
     return FsdpUnit(
         name,
         module,
         mesh_info.shard_process_group,
         columns,
         reduced,
-        num_replicas=1 if replicas is None else replicas.size(),
+        replicas=getattr(mesh_info, "replicate_process_group", None),
         reduces_in_half=_reduce_dtype(group) == torch.float16,
     )
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from lightning_taco import _compat
 from lightning_taco.data_parallel.exchange import GradientExchange
-from lightning_taco.data_parallel.fsdp import CompressedReduceScatter, CompressedReplicaAverage
+from lightning_taco.data_parallel.fsdp import CompressedReduceScatter, CompressedReplicaSum
 from lightning_taco.data_parallel.fsdp_units import FsdpUnit, fsdp_units
-from lightning_taco.data_parallel.nodes import make_node_groups
+from lightning_taco.data_parallel.hsdp import ReplicaGroup
+from lightning_taco.data_parallel.nodes import make_node_groups, regular_node_size
 from lightning_taco.data_parallel.settings import DataParallelConfig, resolve_data_parallel
 from lightning_taco.data_parallel.traffic import COMPRESSED, DataParallelTraffic
 from lightning_taco.data_parallel.weights import WeightDifferenceGather
@@ -51,11 +52,14 @@ class DataParallelSession:
 
     def exchange(self, group: dist.ProcessGroup, node_size: int | None = None) -> GradientExchange:
         """The exchange of gradients over `group`. Every rank of the default group asks for it at the same time."""
+        return self._exchange_over(group, self.config.node_size or node_size)
+
+    def _exchange_over(self, group: dist.ProcessGroup, node_size: int | None) -> GradientExchange:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._exchanges:
             config = self.config
             split = config.gradients_inside_node is not None and config.gradients_between_nodes is not None
-            groups = make_node_groups(group, config.node_size or node_size, split=split)
+            groups = make_node_groups(group, node_size, split=split)
             self._exchanges[ranks] = GradientExchange(
                 groups, config.gradients_inside_node, config.gradients_between_nodes, self.traffic
             )
@@ -69,22 +73,26 @@ class DataParallelSession:
         """Compress what FSDP2 exchanges for `module`; all ranks together.
 
         Args:
-            module: to which, or to parts of which, FSDP2 was applied.
-            replicas: for HSDP: the ranks that hold the same shards, over which gradients are averaged after FSDP2 has
-                reduced them over the mesh that it was given, that of one replica.
+            module: to which, or to parts of which, FSDP2 was applied. Where its mesh has an axis of replicas (HSDP),
+                what it all-reduces between them is compressed too.
+            replicas: for HSDP by hand: the ranks that hold the same shards, over which gradients are averaged after
+                FSDP2 has reduced them over the mesh that it was given, that of one replica.
             node_size: as in `DataParallelConfig`, where that leaves it open.
 
         Returns:
             The number of units that FSDP2 exchanges one by one.
+
+        Raises:
+            ValueError: for `replicas` beside a mesh that has them.
         """
         units = fsdp_units(module)
+        if replicas is not None and any(unit.replicas is not None for unit in units):
+            raise ValueError(
+                "replicas were given, but the mesh that FSDP2 was given has an axis of replicas too, so gradients "
+                "would be reduced over them twice; leave replicas out."
+            )
         for unit in units:
             self._attach_unit(unit, replicas, node_size)
-        if any(unit.num_replicas > 1 for unit in units):
-            self._warn(
-                "FSDP2 was given a mesh with a replica axis, whose all-reduce of gradients takes no custom exchange "
-                "and goes as it is. Give fully_shard the mesh of one replica, and compress_fsdp the group of replicas."
-            )
         return len(units)
 
     def count(self, name: str, counted: Any) -> None:
@@ -153,9 +161,14 @@ class DataParallelSession:
             fsdp.set_custom_reduce_scatter(reduce_scatter)
             self.count(f"gradients of {unit.name}", reduce_scatter)
         if self.config.compresses_gradients and replicas is not None:
-            average = CompressedReplicaAverage(unit, self.exchange(replicas, node_size), self.config)
+            average = CompressedReplicaSum(unit, self._replica_exchange(unit, replicas, node_size), self.config)
             fsdp.set_all_reduce_hook(average)
             self.count(f"replicas of {unit.name}", average)
+        if self.config.compresses_gradients and unit.replicas is not None and unit.replicas.size() > 1:
+            exchange = self._replica_exchange(unit, unit.replicas, node_size)
+            reduction = CompressedReplicaSum(unit, exchange, self.config)
+            self.on_detach(_compat.replace_replica_group(group, ReplicaGroup(unit.replicas, reduction, exchange)))
+            self.count(f"replicas of {unit.name}", reduction)
         if self.config.weights is not None and unit.group.size() > 1:
             gather = WeightDifferenceGather(unit, self.config, self.traffic, self._warn)
             fsdp.set_custom_all_gather(gather)
@@ -163,6 +176,14 @@ class DataParallelSession:
             self.gathers[unit.name] = gather
             self.count(f"weights of {unit.name}", gather)
         self.on_detach(restore)
+
+    def _replica_exchange(self, unit: FsdpUnit, replicas: dist.ProcessGroup, node_size: int | None) -> GradientExchange:
+        """The exchange between `replicas`, each of which has as many consecutive data-parallel ranks as `unit`."""
+        node_size = self.config.node_size or node_size
+        if node_size is not None:
+            places = [replica * unit.group.size() + unit.group.rank() for replica in range(replicas.size())]
+            node_size = regular_node_size(places, node_size)
+        return self._exchange_over(replicas, node_size)
 
 
 def compress_fsdp(
@@ -179,7 +200,7 @@ def compress_fsdp(
     Args:
         module: to which, or to parts of which, ``fully_shard`` was applied.
         config: a recipe name (``"sdp4bit"``, ``"tlq_hs"``) or the settings.
-        replicas: for HSDP, see `DataParallelSession.attach_fsdp`.
+        replicas: for HSDP by hand, see `DataParallelSession.attach_fsdp`; not with FSDP2's own mesh of replicas.
         warn: called with what the user should look into.
 
     Returns:

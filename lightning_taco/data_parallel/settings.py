@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_taco.codec.recode import require_shared_domain
-from lightning_taco.config import CodecConfig, from_fields
+from lightning_taco.config import PLAIN_BLOCK_SIZE, CodecConfig, from_fields
 
 DEFAULT_MIN_BYTES = 1 << 18
 DATA_PARALLEL_RECIPES = ("sdp4bit", "tlq_hs", "quangrad", "none")
@@ -22,8 +22,8 @@ def _between_nodes() -> CodecConfig:
 
 
 def weight_differences() -> CodecConfig:
-    """The codec of SDP4Bit's weight differences, at our largest block: 4.06 bits a value."""
-    return CodecConfig(element="int4", block_size=512, rotation=False, rounding="stochastic")
+    """The codec of SDP4Bit's weight differences: 4.02 bits a value."""
+    return CodecConfig(element="int4", block_size=PLAIN_BLOCK_SIZE, rotation=False, rounding="stochastic")
 
 
 @dataclass(frozen=True, kw_only=True)

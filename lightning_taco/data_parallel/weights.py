@@ -174,19 +174,37 @@ class WeightDifferenceGather(AllGather):
 
         def exchange_part(part: int, rows: Tensor, out: Tensor) -> None:
             seed = derived_seed(self._seed, GATHER, self.num_calls, part, group.rank())
-            message = encode(rows, self._codec, seed=seed)
-            messages = message.new_empty(group.size(), message.shape[1])
-            _compat.all_gather_single(messages.view(-1), message.view(-1), group=group)
-            num_values = rows.shape[1]
-            self._traffic.record_weights(messages, group.size(), num_values, shard.element_size())
-            changes.append(_mean_square_of_amax(messages, self._codec, num_values))
-            out.add_(decode(messages, self._codec, num_values, out.dtype))
+            messages = exchange_differences(rows, out, self._codec, group, seed=seed)
+            self._traffic.record_weights(messages, group.size(), rows.shape[1], shard.element_size())
+            changes.append(_mean_square_of_amax(messages, self._codec, rows.shape[1]))
 
         columns.in_parts(difference, copy, exchange_part)
         assert self._copy_amax is not None
         # Not "larger than", so that NaN counts as a change, from which an exact gather is the way out.
         change = torch.stack(changes).amax().sqrt()
         self._changed.set((change <= CHANGED_SHARE * self._copy_amax).logical_not() & (change != 0))
+
+
+def exchange_differences(
+    difference: Tensor, copy: Tensor, codec: CodecConfig, group: dist.ProcessGroup, *, seed: int
+) -> Tensor:
+    """Add to every rank's copy what the ranks' weights differ from it by, in few bits.
+
+    Args:
+        difference: of this rank's weights, fp32 ``[1, N]``.
+        copy: of the weights of all ranks, ``[P, N]``; changed in place, alike on all ranks.
+        codec: of the messages.
+        group: the P ranks.
+        seed: of stochastic rounding.
+
+    Returns:
+        The messages of all ranks, ``uint8 [P, bytes]``.
+    """
+    message = encode(difference, codec, seed=seed)
+    messages = message.new_empty(group.size(), message.shape[1])
+    _compat.all_gather_single(messages.view(-1), message.view(-1), group=group)
+    copy.add_(decode(messages, codec, difference.shape[1], copy.dtype))
+    return messages
 
 
 def _mean_square_of_amax(messages: Tensor, codec: CodecConfig, num_values: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Quantisers that the codecs are measured against: what others send, written in plain torch, for error only.
 
-Each is a function of a tensor that returns what a receiver would hold and the bits that were sent for it. They have no
-wire format and no kernel; none can be chosen for a run.
+Each is a function of a tensor that returns what a receiver would hold and the bits that were sent for it. But for
+TAH-Quant they have no wire format and no kernel; none can be chosen for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_taco.codec import TahQuant
 from lightning_taco.codec.reference import hadamard_transform_reference
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 FP32_BITS = 32
 ROTATED_VALUES = 128
-TILE = 64
-TILE_PIVOT_BITS = 6
-LOW_ENTROPY_SHARE = 0.2
-FEW_BITS, MANY_BITS = 3, 4
+TAH_QUANT = TahQuant(scale_format="float16")
 
 
 class Reconstruction(NamedTuple):
@@ -72,43 +70,16 @@ def rotation_fp8_per_tensor(values: Tensor) -> Reconstruction:
 
 
 def tah_quant(values: Tensor) -> Reconstruction:
-    """TAH-Quant, made for activations between pipeline stages, used for tensor-parallel messages.
-
-    1. The entropy of a token is that of ``|a| / sum |a|`` over its channels. In each sample the 20% of the tokens
-       (rounded down) with the lowest take 3 bits a value, the others 4.
-    2. A tile is 64 neighbouring channels of a token. If its largest magnitude is at least twice the second largest, the
-       two values at position 0 and at the largest change places and the tile is rotated by the orthonormal Hadamard
-       matrix; else it stays as it is.
-    3. Each tile is rounded to nearest between its minimum and its maximum, with scale and minimum in fp16.
-
-    Sent for a tile are its codes, 32 bits of scale and minimum, one flag, and for a rotated tile the 6-bit place of
-    the largest; for a token, one bit. A last tile of fewer channels is filled up with zeros, which are not sent.
+    """TAH-Quant, made for activations between pipeline stages, used for tensor-parallel messages; scales in fp16.
 
     Args:
         values: fp32 ``[samples, ..., channels]``, tokens between; ``[tokens, channels]`` counts as one sample.
 
-    Cost: about 40 passes over the values; a study only.
-
-    Source: TAH-Quant, arXiv 2506.01352. What fp16 cannot hold is lost here as it is there: steps below 6e-8 become
-    zero, so that a tile of small gradients arrives as one value, and beyond 65504 it is infinite.
+    Source: TAH-Quant, arXiv 2506.01352, as `TahQuant` has it. What fp16 cannot hold is lost here as it is there: steps
+    below 6e-8 become zero, so that a tile of small gradients arrives as one value, and beyond 65504 it is NaN.
     """
-    num_channels = values.shape[-1]
-    tokens = values.reshape(1 if values.dim() == 2 else values.shape[0], -1, num_channels)
-    bits = _bits_by_entropy(tokens)  # [samples, tokens]
-    tiles = F.pad(tokens, (0, -num_channels % TILE)).unflatten(-1, (-1, TILE))
-    largest, places = tiles.abs().topk(2, dim=-1)
-    is_rotated = largest[..., :1] >= 2 * largest[..., 1:]
-    pivot = places[..., :1]
-    coded = torch.where(is_rotated, _rotate(_swap_with_first(tiles, pivot)), tiles)
-    decoded = _asymmetric(coded, num_steps=torch.exp2(bits)[..., None, None] - 1)
-    decoded = torch.where(is_rotated, _swap_with_first(_rotate(decoded), pivot), decoded)
-    num_bits = (
-        bits.sum() * num_channels
-        + is_rotated.sum() * TILE_PIVOT_BITS
-        + is_rotated.numel() * (FP32_BITS + 1)
-        + bits.numel()
-    )
-    return Reconstruction(decoded.flatten(-2)[..., :num_channels].reshape(values.shape), num_bits)
+    message = TAH_QUANT.encode(values)
+    return Reconstruction(TAH_QUANT.decode(message, values.shape, torch.float32), 8 * message.numel())
 
 
 BASELINES: dict[str, Baseline] = {
@@ -139,29 +110,3 @@ def _e4m3_scaled(values: Tensor, amax: Tensor) -> Tensor:
 def _rotate(blocks: Tensor) -> Tensor:
     """The orthonormal Hadamard matrix along the last dim; its own inverse."""
     return hadamard_transform_reference(blocks) / math.sqrt(blocks.shape[-1])
-
-
-def _bits_by_entropy(tokens: Tensor) -> Tensor:
-    """Bits a value of each token, fp32 ``[samples, tokens]``, from ``[samples, tokens, channels]``."""
-    magnitudes = tokens.abs()
-    shares = magnitudes / magnitudes.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    entropy = torch.special.entr(shares).sum(-1)
-    num_low = int(LOW_ENTROPY_SHARE * tokens.shape[1])
-    lowest = entropy.argsort(dim=1, stable=True)[:, :num_low]
-    return torch.full_like(entropy, MANY_BITS).scatter(1, lowest, FEW_BITS)
-
-
-def _swap_with_first(tiles: Tensor, place: Tensor) -> Tensor:
-    """Exchange the values at position 0 and at `place`, ``[..., 1]``, of each tile; its own inverse."""
-    at_place = tiles.gather(-1, place)
-    swapped = tiles.scatter(-1, place, tiles[..., :1])
-    return torch.cat([at_place, swapped[..., 1:]], dim=-1)
-
-
-def _asymmetric(tiles: Tensor, num_steps: Tensor) -> Tensor:
-    """Round each tile to `num_steps` even steps from its minimum to its maximum, both numbers in fp16."""
-    smallest, largest = tiles.amin(-1, keepdim=True), tiles.amax(-1, keepdim=True)
-    zero = smallest.half().float()
-    step = ((largest - smallest) / num_steps).half().float()
-    codes = ((tiles - zero) / torch.where(step > 0, step, 1.0)).round()
-    return torch.minimum(codes.clamp(min=0), num_steps) * step + zero
