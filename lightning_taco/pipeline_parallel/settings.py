@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_taco.config import CodecConfig, from_fields
-from lightning_taco.pipeline_parallel.wire import NAMED_CODECS, is_available
+from lightning_taco.pipeline_parallel.wire import NAMED_CODECS
 
 DEFAULT_MIN_BYTES = 1 << 16
 PIPELINE_RECIPES = ("tah_quant", "int8", "int4", "none")
@@ -58,8 +58,8 @@ def _require_transfer_codec(name: str, codec: object) -> None:
     if codec is None:
         return
     if isinstance(codec, str):
-        if not is_available(codec):
-            known = ", ".join(repr(each) for each in NAMED_CODECS if is_available(each)) or "none in this version"
+        if codec not in NAMED_CODECS:
+            known = ", ".join(map(repr, NAMED_CODECS))
             raise ValueError(
                 f"{name}={codec!r} is not the name of a codec for transfers between stages ({known}); use a "
                 "CodecConfig, or None to send tensors as they are."

@@ -5,25 +5,13 @@ Both sides of a transfer know shape, dtype and codec before the first send, and 
 
 from __future__ import annotations
 
-import importlib.util
-from functools import lru_cache
-from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_taco.codec import VALUE_DTYPES, MessageLayout, decode, encode
+from lightning_taco.codec import VALUE_DTYPES, FixedPoint, MessageLayout, TahQuant, decode, encode
 from lightning_taco.config import CodecConfig
-
-_FIXED_POINT = ("lightning_taco.codec.fixed_point", "FixedPoint")
-NAMED_CODECS: dict[str, tuple[str, str, dict[str, int]]] = {
-    "tah_quant": ("lightning_taco.codec.tah_quant", "TahQuant", {}),
-    "fixed_point_8": (*_FIXED_POINT, {"bits": 8}),
-    "fixed_point_7": (*_FIXED_POINT, {"bits": 7}),
-    "fixed_point_6": (*_FIXED_POINT, {"bits": 6}),
-}
-"""Codecs for transfers by name: module, class and arguments; imported when a run asks for it."""
 
 
 class TransferCodec(Protocol):
@@ -68,18 +56,18 @@ class BlockCodec:
         return f"{self.config}, {self.config.bits_per_value:g} bits a value"
 
 
+NAMED_CODECS: dict[str, TransferCodec] = {
+    "tah_quant": TahQuant(),
+    "fixed_point_8": FixedPoint(bits=8),
+    "fixed_point_7": FixedPoint(bits=7),
+    "fixed_point_6": FixedPoint(bits=6),
+}
+"""Codecs for transfers by name."""
+
+
 def transfer_codec(choice: CodecConfig | str) -> TransferCodec:
     """The codec that a `PipelineConfig` names."""
-    if isinstance(choice, CodecConfig):
-        return BlockCodec(choice)
-    module, name, arguments = NAMED_CODECS[choice]
-    return getattr(import_module(module), name)(**arguments)
-
-
-@lru_cache(maxsize=8)
-def is_available(name: str) -> bool:
-    """Whether there is a codec for transfers of this name."""
-    return name in NAMED_CODECS and importlib.util.find_spec(NAMED_CODECS[name][0]) is not None
+    return BlockCodec(choice) if isinstance(choice, CodecConfig) else NAMED_CODECS[choice]
 
 
 def can_encode(dtype: torch.dtype) -> bool:
