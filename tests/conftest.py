@@ -1,5 +1,6 @@
 """What holds for every test: no device means Triton's interpreter, one thread, one seed, and nothing left behind."""
 
+import importlib.util
 import os
 import shutil
 import threading
@@ -57,6 +58,8 @@ def reason_to_deselect(item: pytest.Item) -> str | None:
             return f"marked {marker}: needs {num_needed} CUDA device(s), this machine has {num_devices}"
     if item.get_closest_marker("browser") and not all(map(shutil.which, BROWSER_PROGRAMS)):
         return f"marked browser: needs {' and '.join(BROWSER_PROGRAMS)} (Debian: chromium, chromium-driver)"
+    if item.get_closest_marker("torchao") and importlib.util.find_spec("torchao") is None:
+        return "marked torchao: needs torchao, which the extra `test` installs"
     if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
         return "marked interpreter: kernels run on this machine's CUDA device, in the tests marked gpu"
     return None
