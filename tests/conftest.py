@@ -1,5 +1,6 @@
 """What holds for every test: no device means Triton's interpreter, one thread, one seed, and nothing left behind."""
 
+import importlib.util
 import os
 import shutil
 import threading
@@ -61,6 +62,8 @@ def reason_to_deselect(item: pytest.Item) -> str | None:
         return f"marked browser: needs {' and '.join(BROWSER_PROGRAMS)} (Debian: chromium, chromium-driver)"
     if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
         return "marked slow: minutes on many ranks; runs with -m slow"
+    if item.get_closest_marker("torchao") and importlib.util.find_spec("torchao") is None:
+        return "marked torchao: needs torchao, which the extra `test` installs"
     if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":
         return "marked interpreter: kernels run on this machine's CUDA device, in the tests marked gpu"
     return None
