@@ -13,7 +13,7 @@ the cache. Every result is compared with the exact one in the same run.
 import argparse
 import json
 import os
-import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
+
+from examples.benchmarks.timing import interleaved_medians
 from lightning_taco import CodecConfig
-from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
+from lightning_taco.codec import FixedPoint, MessageLayout, TahQuant, decode, decode_sum, encode, requantize
 from lightning_taco.collectives import all_gather, all_reduce, reduce_scatter
+from lightning_taco.data_parallel.settings import weight_differences
 
 CODECS = {
     "e4m3": CodecConfig(element="e4m3"),
@@ -36,8 +40,16 @@ CODECS = {
     "int4 gaussian": CodecConfig(element="int4", levels="gaussian"),
     "int3 gaussian": CodecConfig(element="int3", levels="gaussian"),
 }
+# Measured alone: weights' differences, and what goes between pipeline stages.
+KERNELS_ONLY = {"weights": weight_differences()}
+STAGES: dict[str, TahQuant | FixedPoint] = {
+    "TAH-Quant": TahQuant(),
+    "TAH-Quant, always rotated": TahQuant(rotation="always"),
+    "fixed point, 8 bits": FixedPoint(bits=8),
+    "fixed point, 6 bits": FixedPoint(bits=6),
+}
+ACTIVATION = (4, 2048, 4096)
 MEBI = 1 << 20
-QUEUE_CYCLES = 2_000_000  # about a millisecond
 
 
 def main() -> None:
@@ -52,9 +64,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     results: dict[str, list[dict[str, float | str]]] = {"kernels": [], "collectives": []}
     if not arguments.no_kernels:
-        results["kernels"] = [
-            row for name, codec in CODECS.items() for row in kernel_rows(name, codec, arguments.rounds)
-        ]
+        codecs = CODECS | KERNELS_ONLY
+        results["kernels"] = [row for name in codecs for row in kernel_rows(name, codecs[name], arguments.rounds)]
+        results["kernels"] += [row for name in STAGES for row in stage_rows(name, STAGES[name], arguments.rounds)]
     for size in arguments.sizes_mib:
         results["collectives"] += collective_rows(size, arguments.rounds)
     if rank == 0:
@@ -89,7 +101,26 @@ def kernel_rows(
         "requantize": lambda i: requantize(pairs[i], codec, num_values, out=message),
         "decode_sum": lambda i: decode_sum(pairs[i], codec, num_values, torch.bfloat16, out=values.view(-1)),
     }
-    times = interleaved_medians(calls, rounds, num_inputs=4, queued=True)
+    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
+    copy_rate = moved["copy"] / times["copy"]
+    return [
+        {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
+        for key, time in times.items()
+    ]
+
+
+def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dict[str, float | str]]:
+    """Encode and decode of an activation of 64 MiB of bf16, all launches of each, and a copy of as many bytes."""
+    inputs = [torch.randn(ACTIVATION, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    messages, target = [codec.encode(values) for values in inputs], torch.empty_like(inputs[0])
+    calls: dict[str, Callable[[int], object]] = {
+        "copy": lambda i: target.copy_(inputs[i]),
+        "encode": lambda i: codec.encode(inputs[i]),
+        "decode": lambda i: codec.decode(messages[i], ACTIVATION, torch.bfloat16),
+    }
+    moved = {name: inputs[0].nbytes + messages[0].nbytes for name in ("encode", "decode")}
+    moved["copy"] = 2 * inputs[0].nbytes
+    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
     copy_rate = moved["copy"] / times["copy"]
     return [
         {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
@@ -126,7 +157,7 @@ def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
         for kind in stock
         for name, codec in CODECS.items()
     }
-    times = interleaved_medians(calls, rounds, num_inputs)
+    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=num_inputs)
     rows = []
     for key in errors:
         kind, name = key.split("/")
@@ -135,35 +166,6 @@ def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
         row = {"kind": kind, "codec": name, "MiB": size_mib, "stock_us": baseline, "us": times[key]}
         rows.append({**row, "speedup": baseline / times[key], "relative_error": errors[key]})
     return rows
-
-
-def interleaved_medians(
-    calls: dict[str, Callable[[int], object]], rounds: int, num_inputs: int, *, queued: bool = False
-) -> dict[str, float]:
-    """Microseconds of each call, median over rounds in which the calls take turns.
-
-    Args:
-        queued: let the device wait until the host has launched all calls, so that a slow host is not measured.
-    """
-    for call in calls.values():
-        for index in range(num_inputs):
-            call(index)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            dist.barrier()
-            call(0)  # so that the timed calls do not wait for ranks to meet
-            if queued:
-                torch.cuda._sleep(QUEUE_CYCLES)
-            start.record()
-            for index in range(num_inputs):
-                call(index)
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / num_inputs)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def print_tables(results: dict[str, list[dict[str, float | str]]]) -> None:

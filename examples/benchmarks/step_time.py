@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples import gpt
+from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
 from lightning_taco.config import resolve_compression
@@ -112,7 +112,7 @@ class StepBenchmark:
         callbacks = _Callbacks(self.fabric) if variant.endswith(CALLBACKS_SUFFIX) else None
         self.model.train()
         self.fabric.barrier()
-        clock = _Clock(self.fabric.device)
+        clock = Clock(self.fabric.device)
         for step in range(num_steps):
             self._step(step, callbacks)
         return clock.stop() / num_steps
@@ -166,28 +166,6 @@ class _Callbacks:
     def end_step(self, step: int, loss: torch.Tensor) -> None:
         for callback in (*self.hosted, self.norms):
             callback.end_step(step, loss)
-
-
-class _Clock:
-    """Milliseconds, by events on CUDA and by the host's clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
-        self._start = self._mark()
-
-    def stop(self) -> float:
-        end = self._mark()
-        if not self._events:
-            return 1000 * (end - self._start)
-        end.synchronize()
-        return self._start.elapsed_time(end)
-
-    def _mark(self) -> Any:
-        if not self._events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def rows_of(times: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:

@@ -1,0 +1,78 @@
+"""How the benchmarks time calls: by events on CUDA, by the host's clock elsewhere, taking turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_WARM_UPS = 2
+QUEUE_CYCLES = 2_000_000  # about a millisecond
+
+
+class Clock:
+    """Milliseconds from its making to `stop`, on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._uses_events = device.type == "cuda"
+        self._start = self._mark()
+
+    def stop(self) -> float:
+        """Waits for the device."""
+        end = self._mark()
+        if not self._uses_events:
+            return 1000 * (end - self._start)
+        end.synchronize()
+        return self._start.elapsed_time(end)
+
+    def _mark(self) -> Any:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def interleaved_medians(
+    calls: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    device: torch.device,
+    *,
+    num_inputs: int = 1,
+    queued: bool = False,
+) -> dict[str, float]:
+    """Microseconds of each call, median over rounds in which the calls take turns, after some to warm up.
+
+    Args:
+        calls: by name; each is given the number of an input.
+        rounds: how many.
+        device: where they run.
+        num_inputs: a call is timed once with each, all of them as a whole.
+        queued: let a CUDA device wait until the host has launched all of them, so that a slow host is not measured.
+    """
+    for call in calls.values():
+        for index in range(max(num_inputs, NUM_WARM_UPS)):
+            call(index % num_inputs)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _meet(device)
+            if dist.is_initialized():
+                call(0)  # so that the timed calls do not wait for ranks to meet
+            if queued and device.type == "cuda":
+                torch.cuda._sleep(QUEUE_CYCLES)
+            clock = Clock(device)
+            for index in range(num_inputs):
+                call(index)
+            times[name].append(1000 * clock.stop() / num_inputs)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _meet(device: torch.device) -> None:
+    """All ranks, if there are several, with nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
