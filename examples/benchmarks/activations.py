@@ -16,9 +16,7 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
 
+from examples.benchmarks.timing import interleaved_medians
 from examples.llama import Llama, LlamaConfig, parallelize, rotary_table
 from examples.plans import materialize, next_token_loss
 from lightning_taco.activations import (
@@ -110,7 +109,7 @@ def layer_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.
     gradient = torch.randn_like(x)
     rotary = rotary_table(tokens, sizes.head_size, sizes.rope_theta, device)
     rows: Rows = []
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, Callable[[int], object]] = {}
     for way in arguments.ways:
         config = replace(sizes, num_layers=1, activation_checkpointing=way == "recompute")
         with torch.device(device):
@@ -123,7 +122,7 @@ def layer_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.
         expected = {"recompute": x.nbytes, "stock": total.stock_bytes}.get(way, total.stored_bytes)
         rows.append({"way": way, "stored_bytes": stored, "predicted_bytes": expected})
 
-        def step(block: Any = block) -> None:
+        def step(index: int, block: Any = block) -> None:
             block(x, rotary).backward(gradient)
 
         calls[way] = step
@@ -131,7 +130,7 @@ def layer_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.
     stock = next((row["stored_bytes"] for row in rows if row["way"] == "stock"), None)
     for row in rows:
         row["stored_against_stock"] = row["stored_bytes"] / stock - 1 if stock else None
-        row["ms"] = times[row["way"]]
+        row["ms"] = times[row["way"]] / 1000
         row["time_against_stock"] = times[row["way"]] / times["stock"] - 1 if "stock" in times else None
     return rows
 
@@ -159,27 +158,6 @@ def stored_bytes(model: torch.nn.Module, handle: StoredActivations | None, forwa
     return torch.cuda.memory_allocated() - before - output.nbytes
 
 
-def interleaved_medians(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each call, median over rounds in which the calls take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 2):
-        for name, call in calls.items():
-            milliseconds = timed(call, device)
-            if number >= 2:
-                times[name].append(milliseconds)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1000
-
-
 # The kernels of a SwiGLU.
 
 
@@ -193,17 +171,17 @@ def kernel_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch
         if settings is None:
             continue
         sources = [Quantized(values, settings.codec) for values in (gate, up)]
-        calls: dict[str, Callable[[], object]] = {
-            "copy": lambda: target.copy_(gate),
-            "encode": lambda s=settings: Quantized(gate, s.codec),
-            "decode": lambda s=sources: s[0].value(),
-            "product": lambda s=sources: Product(silu_times, s, device).value(),
-            "product, decoded": lambda s=sources: silu_times(s[0].value(), s[1].value()),
-            "gradients": lambda s=sources: gradients(s, gradient),
-            "gradients, decoded": lambda s=sources: decoded_gradients(s, gradient),
+        calls: dict[str, Callable[[int], object]] = {
+            "copy": lambda i: target.copy_(gate),
+            "encode": lambda i, s=settings: Quantized(gate, s.codec),
+            "decode": lambda i, s=sources: s[0].value(),
+            "product": lambda i, s=sources: Product(silu_times, s, device).value(),
+            "product, decoded": lambda i, s=sources: silu_times(s[0].value(), s[1].value()),
+            "gradients": lambda i, s=sources: gradients(s, gradient),
+            "gradients, decoded": lambda i, s=sources: decoded_gradients(s, gradient),
         }
-        times = interleaved_medians(calls, arguments.rounds, device)
-        rows += [{"way": way, "kernel": name, "us": 1000 * milliseconds} for name, milliseconds in times.items()]
+        times = interleaved_medians(calls, arguments.rounds, device, queued=True)
+        rows += [{"way": way, "kernel": name, "us": microseconds} for name, microseconds in times.items()]
     return rows
 
 
@@ -275,9 +253,10 @@ def step_rows(sizes: LlamaConfig, arguments: argparse.Namespace, device: torch.d
         training.step(arguments.tokens)  # the optimizer's state, and kernels
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = [timed(lambda: training.step(arguments.tokens), device) for _ in range(3)]  # noqa: B023
+        calls = {way: lambda index: training.step(arguments.tokens)}  # noqa: B023
+        times = interleaved_medians(calls, 3, device)  # two models need not fit: no turns
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-        rows.append({"way": way, "peak_bytes": peak, "ms": statistics.median(times)})
+        rows.append({"way": way, "peak_bytes": peak, "ms": times[way] / 1000})
         release(training, device)
     stock = next((row for row in rows if row["way"] == "stock"), None)
     for row in rows:

@@ -14,22 +14,25 @@ GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is ti
 import argparse
 import json
 import os
-import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
+
+from examples.benchmarks.timing import interleaved_medians
 from lightning_taco import CodecConfig, _compat
 from lightning_taco.bench.checks import MAX_ERROR
-from lightning_taco.codec import MessageLayout, decode, decode_sum, encode, requantize
+from lightning_taco.codec import FixedPoint, MessageLayout, TahQuant, decode, decode_sum, encode, requantize
 from lightning_taco.collectives.algorithms import algorithms_of, exchange
 from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import Kind
 from lightning_taco.config import BITS_PER_CODE
+from lightning_taco.data_parallel.settings import weight_differences
 
 CODECS = {
     "e4m3": CodecConfig(element="e4m3"),
@@ -43,12 +46,19 @@ CODECS = {
     "int4gs": CodecConfig(element="int4", levels="gaussian", rounding="stochastic"),
     "int3gs": CodecConfig(element="int3", levels="gaussian", rounding="stochastic"),
 }
+# Measured alone: weights' differences, and what goes between pipeline stages.
+KERNELS_ONLY = {"weights": weight_differences()}
+STAGES: dict[str, TahQuant | FixedPoint] = {
+    "TAH-Quant": TahQuant(),
+    "TAH-Quant, always rotated": TahQuant(rotation="always"),
+    "fixed point, 8 bits": FixedPoint(bits=8),
+    "fixed point, 6 bits": FixedPoint(bits=6),
+}
+ACTIVATION = (4, 2048, 4096)
 TORCH_TWO_SHOT = "torch's symmetric-memory two-shot"
 MEBI = 1 << 20
 Key = tuple[str, str, str]
 """Kind, codec and algorithm."""
-Name = TypeVar("Name", str, Key)
-QUEUE_CYCLES = 2_000_000  # about a millisecond
 
 
 def main() -> None:
@@ -64,9 +74,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     results: dict[str, list[dict[str, float | str]]] = {"kernels": [], "collectives": []}
     if not arguments.no_kernels:
-        results["kernels"] = [
-            row for name in arguments.codecs for row in kernel_rows(name, CODECS[name], arguments.rounds)
-        ]
+        codecs = {name: CODECS[name] for name in arguments.codecs} | KERNELS_ONLY
+        results["kernels"] = [row for name in codecs for row in kernel_rows(name, codecs[name], arguments.rounds)]
+        results["kernels"] += [row for name in STAGES for row in stage_rows(name, STAGES[name], arguments.rounds)]
     memory, reason = PeerMemory.open(dist.group.WORLD, torch.device("cuda", rank))
     if rank == 0 and memory is None:
         print(f"no mapped memory: {reason}")
@@ -107,7 +117,26 @@ def kernel_rows(
         "requantize": lambda i: requantize(pairs[i], codec, num_values, out=message),
         "decode_sum": lambda i: decode_sum(pairs[i], codec, num_values, torch.bfloat16, out=values.view(-1)),
     }
-    times = interleaved_medians(calls, rounds, num_inputs=4, queued=True)
+    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
+    copy_rate = moved["copy"] / times["copy"]
+    return [
+        {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
+        for key, time in times.items()
+    ]
+
+
+def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dict[str, float | str]]:
+    """Encode and decode of an activation of 64 MiB of bf16, all launches of each, and a copy of as many bytes."""
+    inputs = [torch.randn(ACTIVATION, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    messages, target = [codec.encode(values) for values in inputs], torch.empty_like(inputs[0])
+    calls: dict[str, Callable[[int], object]] = {
+        "copy": lambda i: target.copy_(inputs[i]),
+        "encode": lambda i: codec.encode(inputs[i]),
+        "decode": lambda i: codec.decode(messages[i], ACTIVATION, torch.bfloat16),
+    }
+    moved = {name: inputs[0].nbytes + messages[0].nbytes for name in ("encode", "decode")}
+    moved["copy"] = 2 * inputs[0].nbytes
+    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
     copy_rate = moved["copy"] / times["copy"]
     return [
         {"codec": name, "kernel": key, "us": time, "share_of_copy": moved[key] / time / copy_rate}
@@ -144,7 +173,7 @@ def collective_rows(
                 )
     errors = {key: _relative_error(run(0), stock[key[0]](0)) for key, run in calls.items()}
     clone: dict[Key, Callable[[int], Tensor]] = {("", "clone", ""): lambda i: inputs[i].clone()}
-    times = interleaved_medians({**clone, **calls}, rounds, num_inputs)
+    times = interleaved_medians({**clone, **calls}, rounds, inputs[0].device, num_inputs=num_inputs)
     rows = []
     for key in errors:
         kind, name, way = key
@@ -164,35 +193,6 @@ def check(rows: list[dict[str, float | str]]) -> None:
         limit = 0.01 if codec is None else MAX_ERROR[BITS_PER_CODE[codec.element]]
         if not float(row["relative_error"]) <= limit:
             raise SystemExit(f"wrong result, nothing is shown: {row}")
-
-
-def interleaved_medians(
-    calls: dict[Name, Callable[[int], Tensor]], rounds: int, num_inputs: int, *, queued: bool = False
-) -> dict[Name, float]:
-    """Microseconds of each call, median over rounds in which the calls take turns.
-
-    Args:
-        queued: let the device wait until the host has launched all calls, so that a slow host is not measured.
-    """
-    for call in calls.values():
-        for index in range(num_inputs):
-            call(index)
-    times: dict[Name, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            dist.barrier()
-            call(0)  # so that the timed calls do not wait for ranks to meet
-            if queued:
-                torch.cuda._sleep(QUEUE_CYCLES)
-            start.record()
-            for index in range(num_inputs):
-                call(index)
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / num_inputs)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def print_tables(results: dict[str, list[dict[str, float | str]]]) -> None:

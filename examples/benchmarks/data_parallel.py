@@ -21,9 +21,7 @@ Three tables:
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
 
+from examples.benchmarks.timing import interleaved_medians
 from examples.llama import Llama, LlamaConfig
 from lightning_taco import CodecConfig
 from lightning_taco._compat import reduce_scatter_single
@@ -125,7 +124,7 @@ def reduce_scatter_rows(num_bytes: int, rounds: int, device: torch.device) -> li
         result = wide_out if name == "fp32" else out
         errors[name] = ((result.double() - exact).norm() / exact.norm()).item()
     del exact
-    times = interleaved_medians(calls, rounds, num_inputs, device)
+    times = interleaved_medians(calls, rounds, device, num_inputs=num_inputs)
     return [
         {
             "gradients": name,
@@ -149,7 +148,7 @@ def accumulate_rows(num_bytes: int, rounds: int, device: torch.device) -> list[R
     for name, codec in KEPT.items():
         calls[name] = lambda i, name=name, codec=codec: accumulate(messages[name], gradients[i], codec, seed=i)
         moved[name] = 2 * num_values + 2 * MessageLayout.of(num_values, codec).message_bytes
-    times = interleaved_medians(calls, rounds, 2, device)
+    times = interleaved_medians(calls, rounds, device, num_inputs=2, queued=True)
     rate = moved["copy"] / times["copy"]
     return [
         {
@@ -209,33 +208,6 @@ def allocated_bytes(model: nn.Module, device: torch.device) -> int:
         tensors: tuple[Tensor | None, ...] = (parameter, parameter.grad, message)
         total += sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
     return total
-
-
-def interleaved_medians(
-    calls: dict[str, Callable[[int], object]], rounds: int, num_inputs: int, device: torch.device
-) -> dict[str, float]:
-    """Microseconds of each call, median over rounds in which the calls take turns."""
-    for call in calls.values():
-        for index in range(num_inputs):
-            call(index)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            wait(device)
-            dist.barrier()
-            call(0)  # so that the timed calls do not wait for ranks to meet
-            wait(device)
-            begin = time.perf_counter()
-            for index in range(num_inputs):
-                call(index)
-            wait(device)
-            times[name].append((time.perf_counter() - begin) * 1e6 / num_inputs)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def print_tables(results: dict[str, list[Row]]) -> None:

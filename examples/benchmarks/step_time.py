@@ -13,11 +13,9 @@ each other's memory. ``+callbacks`` adds `CompressionMonitor`, `GradientNormMoni
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples import gpt
+from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
 from lightning_taco.config import CompressionConfig, resolve_compression
@@ -116,11 +115,11 @@ class StepBenchmark:
         callbacks = _Callbacks(self.fabric) if variant.endswith(CALLBACKS_SUFFIX) else None
         self.model.train()
         self.fabric.barrier()
-        clock = _Clock(self.fabric.device)
+        clock = Clock(self.fabric.device)
         for step in range(num_steps):
             self._step(step, callbacks)
             clock.lap()
-        return clock.stop()
+        return clock.laps()
 
     def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
         if callbacks is not None:
@@ -177,31 +176,6 @@ class _Callbacks:
     def end_step(self, step: int, loss: torch.Tensor) -> None:
         for callback in (*self.hosted, self.norms):
             callback.end_step(step, loss)
-
-
-class _Clock:
-    """Milliseconds of laps, by events on CUDA and by the host's clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
-        self._marks = [self._mark()]
-
-    def lap(self) -> None:
-        self._marks.append(self._mark())
-
-    def stop(self) -> list[float]:
-        pairs = list(itertools.pairwise(self._marks))
-        if not self._events:
-            return [1000 * (end - start) for start, end in pairs]
-        self._marks[-1].synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
-
-    def _mark(self) -> Any:
-        if not self._events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def rows_of(times: dict[str, list[list[float]]], losses: dict[str, float]) -> list[dict[str, Any]]:
