@@ -21,8 +21,6 @@ Algorithm = str
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 NUM_SLICES = (2, 4)
 PEER_MEMORY = "peer_memory"
-SLICED_BYTES = 1 << 25
-"""Of a tensor that goes through mapped memory in slices unless sizes were measured: there the host keeps ahead."""
 DataParallelKind = Literal["gradient_reduce_scatter", "weight_all_gather"]
 DATA_PARALLEL_KINDS: tuple[DataParallelKind, ...] = ("gradient_reduce_scatter", "weight_all_gather")
 """Of `lightning_taco.data_parallel`, which has one algorithm for each; a bench times them too."""
@@ -112,8 +110,7 @@ def exchange(
             return _hierarchical(kind, tensor, codec, ranks, op, dim, seed)
         algorithm = None
     if algorithm is None and memory is not None:
-        is_large = tensor.numel() * tensor.element_size() >= SLICED_BYTES
-        algorithm = f"{PEER_MEMORY}/{MAX_SLICES}" if is_large else PEER_MEMORY
+        algorithm = PEER_MEMORY
     base, _, number = (algorithm or "").partition("/")
     num_slices = int(number or 1)
     by: PeerTransport | ProcessGroupTransport
