@@ -31,6 +31,7 @@ from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
 from lightning_taco.config import CompressionConfig, resolve_compression
+from lightning_taco.dtensor.session import COMPRESSED
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 
@@ -44,6 +45,7 @@ def main() -> None:
     times: dict[str, list[list[float]]] = {name: [] for name in arguments.variants}
     for name in arguments.variants:
         benchmark.run(name, arguments.warm_up_steps)  # compiles kernels, opens communicators
+        benchmark.check(name)
     for _ in range(arguments.rounds):
         for name in arguments.variants:
             times[name].append(benchmark.run(name, arguments.steps))
@@ -80,7 +82,8 @@ class StepBenchmark:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.strategy = TacoTPStrategy(self._parallelize, compression=None, sample_every_n_steps=0)
+        # On while the model is set up: its forward is compressed by a hook that is not there otherwise.
+        self.strategy = TacoTPStrategy(self._parallelize, compression="default", sample_every_n_steps=0)
         logger = CSVLogger(tempfile.mkdtemp(), name="", flush_logs_every_n_steps=50)
         self.fabric = Fabric(
             strategy=self.strategy,
@@ -120,6 +123,22 @@ class StepBenchmark:
             self._step(step, callbacks)
             clock.lap()
         return clock.laps()
+
+    def check(self, variant: str) -> None:
+        """Refuse to time a variant that sends as it is what it is meant to compress.
+
+        Raises:
+            RuntimeError: naming the direction.
+        """
+        config = config_of(variant)
+        if config is None:
+            return
+        compressed = {key.direction for key in self.strategy.compression.traffic.counts if key.outcome == COMPRESSED}
+        for direction in ("forward", "backward"):
+            if getattr(config, direction) is not None and direction not in compressed:
+                raise RuntimeError(
+                    f"{variant} compressed nothing {direction}: {self.strategy.compression.traffic.counts}"
+                )
 
     def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
         if callbacks is not None:
