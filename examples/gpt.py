@@ -153,13 +153,29 @@ class GPT(nn.Module):
         """Draw the initial weights."""
         initialize_weights(self, seed)
 
+    def pipeline_layers(self) -> list[Any]:
+        """What forward runs, one after another: where a pipeline may cut."""
+        return [
+            (self.embed, self.token_embedding, self.position_embedding),
+            *self.blocks,
+            (self.logits, self.final_norm, self.head),
+        ]
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids [B, S] to logits [B, S, V]; a DTensor split over V under `loss_parallel`."""
-        check_sequence_length(tokens.shape[1], self.config.sequence_length, self.parallelism)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)  # [B, S or S / TP, H]
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.logits(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S or S / TP, H]."""
+        check_sequence_length(tokens.shape[1], self.config.sequence_length, self.parallelism)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token_embedding(tokens) + self.position_embedding(positions)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, S or S / TP, H] -> [B, S, V]."""
         return self.head(to_matmul_dtype(self.final_norm(x)))
 
 

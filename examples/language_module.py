@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from examples import gpt, llama
 from examples.plans import materialize, next_token_loss, shard_data_parallel
+from lightning_taco import TacoTPStrategy
 
 FINAL_LR_FRACTION = 0.1  # where the cosine ends
 
@@ -114,6 +115,8 @@ class LanguageModule(pl.LightningModule):
             model = gpt.GPT(self.config) if isinstance(self.config, gpt.GPTConfig) else llama.Llama(self.config)
         if mesh is not None:
             self._parallelize(model, mesh["tensor_parallel"])
+        if isinstance(self.trainer.strategy, TacoTPStrategy):
+            self.trainer.strategy.cut_for_pipeline(model)  # before weights are made for layers of other stages
         materialize(model, device, self.seed)
         if mesh is not None and mesh["data_parallel"].size() > 1 and self.shard_weights:
             shard_data_parallel(model, mesh["data_parallel"])
@@ -145,11 +148,11 @@ class LanguageModule(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with a linear warm-up and a cosine decay over the steps that the Trainer will take."""
         weights = [weight for weight in self.parameters() if weight.requires_grad]
+        # On a pipeline rank one of them may be empty: schedulers and checkpoints need both everywhere.
         groups = [
             {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
         ]
-        groups = [group for group in groups if group["params"]]
         optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = LambdaLR(optimizer, lambda step: lr_fraction(step, self.warmup_steps, num_steps))

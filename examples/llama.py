@@ -5,6 +5,7 @@ parallelize(model, device_mesh["tensor_parallel"], sequence_parallel=True)
 logits = model(tokens)  # [B, S] -> [B, S, V]
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,14 +189,35 @@ class Llama(nn.Module):
         """Draw the initial weights."""
         initialize_weights(self, seed)
 
+    def pipeline_layers(self) -> list[Any]:
+        """What forward runs, one after another: where a pipeline may cut."""
+        blocks = [(functools.partial(self.run_block, block), block) for block in self.blocks]
+        return [(self.embed, self.token_embedding), *blocks, (self.logits, self.final_norm, self.head)]
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids [B, S] to logits [B, S, V]; a DTensor split over V under `loss_parallel`."""
-        config = self.config
-        check_sequence_length(tokens.shape[1], config.sequence_length, self.parallelism)
-        rotary = rotary_table(tokens.shape[1], config.head_size, config.rope_theta, tokens.device)
-        x = self.token_embedding(tokens)  # [B, S or S / TP, H]
+        x = self.embed(tokens)
+        rotary = self.rotary(x)
         for block in self.blocks:
             x = block(x, rotary)
+        return self.logits(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S or S / TP, H]."""
+        check_sequence_length(tokens.shape[1], self.config.sequence_length, self.parallelism)
+        return self.token_embedding(tokens)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        """One block alone, as a pipeline runs it; each computes the rotary table, so that none travels."""
+        return block(x, self.rotary(x))
+
+    def rotary(self, x: Tensor) -> Tensor:
+        """The table for all positions of x, of which a rank may hold a part."""
+        parts = self.parallelism.tensor_parallel_size if self.parallelism.sequence_parallel else 1
+        return rotary_table(x.shape[1] * parts, self.config.head_size, self.config.rope_theta, x.device)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[B, S or S / TP, H] -> [B, S, V]."""
         return self.head(to_matmul_dtype(self.final_norm(x)))
 
 

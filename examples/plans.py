@@ -150,12 +150,18 @@ def apply_plans(
     block: dict[str, ParallelStyle],
 ) -> None:
     """Parallelise the model's blocks by one plan and what lies around them by another, tied weights kept tied."""
-    tied = model.head.weight is model.token_embedding.weight
+    tied = has_tied_head(model)
     parallelize_module(model, mesh, around)
     for layer in model.blocks:
         parallelize_module(layer, mesh, block)
     if tied:  # both are split over the vocabulary, each by a new Parameter
         model.head.weight = model.token_embedding.weight
+
+
+def has_tied_head(model: nn.Module) -> bool:
+    """Whether one matrix is token embedding and head; on a pipeline rank that lacks one of the two it is not."""
+    weight = getattr(model.head, "weight", None)
+    return weight is not None and weight is getattr(model.token_embedding, "weight", None)
 
 
 def shard_data_parallel(model: ModelT, mesh: DeviceMesh) -> ModelT:
@@ -170,7 +176,7 @@ def materialize(model: ModelT, device: torch.device, seed: int) -> ModelT:
 
     Memory: this rank's part of the model and, for a moment, one whole weight of it.
     """
-    tied = model.head.weight is model.token_embedding.weight
+    tied = has_tied_head(model)
     model.to_empty(device=device)
     if tied:  # `to_empty` makes a new Parameter for each module
         model.head.weight = model.token_embedding.weight

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 OLDEST_TORCH = (2, 11)
@@ -210,6 +215,31 @@ def stock_exchange(tensor: torch.Tensor, kind: str, op: str, dim: int, scatter_d
     return gathered.chunk(group.size(), scatter_dim)[group.rank()].contiguous()
 
 
+def symmetric_memory(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """Bytes of this rank that all ranks of `group` map, and the handle of the mapping. All ranks call it.
+
+    Raises:
+        RuntimeError: when the GPUs cannot map each other's memory, or this torch has no such memory.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} has no symmetric memory: {error}") from error
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    return own, _symmetric_memory.rendezvous(own, group)
+
+
+def agree_by_store(name: str, rank: int, num_ranks: int, timeout: timedelta) -> bool:
+    """Say `name` to the other ranks over the process group's store, and wait for all; whether all came in time."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store.set(str(rank), "1")
+    try:
+        store.wait([str(peer) for peer in range(num_ranks)], timeout)
+    except RuntimeError:  # a peer is gone
+        return False
+    return True
+
+
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that was registered under `name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
@@ -235,6 +265,51 @@ def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Backward as it runs outside of autocast, although a schedule runs it within."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+class PipelineStageBetweenRanks(PipelineStage):
+    """torch's pipeline stage, which, to open communicators, sends nothing from a rank to itself: gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is what `torch.compile` made of another."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule) if "torch._dynamo" in sys.modules else False
+
+
+def original_of(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` made `module` of."""
+    return module._orig_mod  # type: ignore[return-value]
+
+
+def flattened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of nested containers, and what builds the same of other leaves."""
+    leaves, structure = tree_flatten(tree)
+    return leaves, lambda others: tree_unflatten(others, structure)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of nested containers."""
+    return tree_flatten(tree)[0]
+
+
+@contextmanager
+def evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    """`module` as after ``eval()``; each module in it goes back to the mode that it was in."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
 
 
 def replace_replica_group(param_group: Any, group: dist.ProcessGroup) -> Callable[[], None]:

@@ -19,6 +19,7 @@ RESHAPES = ("natural", "calibrated")
 BITS_PER_CODE = {"e4m3": 8, "e5m2": 8, "int8": 8, "int7": 7, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
 BITS_PER_CODE |= {"fp4": 4, "nf4": 4}
 GAUSSIAN_ELEMENTS = ("int6", "int5", "int4", "int3")
+TRANSPORTS = ("process_group", "auto")
 SUB_BLOCK_SIZE = 32
 """Values that share one of the one-byte scales of ``scale_mode="fine"``."""
 DEFAULT_MIN_BYTES = 1 << 20
@@ -144,6 +145,9 @@ class CompressionConfig:
         recipes: pattern of a module name to the name of the recipe that its exchanges use instead of `forward` and
             `backward`; the first pattern that matches wins.
         during_validation: also compress while validating, testing and predicting.
+        transport: ``"process_group"``: over NCCL or gloo. ``"auto"``: GPUs of one host that can map each other's memory
+            read messages there, which saves copies and launches over NVLink; else over the process group, which a line
+            at the start says with the reason.
 
     Raises:
         ValueError: for an impossible value; the message names it and the remedy.
@@ -155,8 +159,11 @@ class CompressionConfig:
     exclude: tuple[str, ...] | list[str] = ()
     recipes: Mapping[str, str] = field(default_factory=dict)
     during_validation: bool = False
+    transport: Literal["process_group", "auto"] = "process_group"
 
     def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r} is unknown; use one of {_listed(TRANSPORTS)}.")
         for name in ("forward", "backward"):
             codec = getattr(self, name)
             if codec is not None and not isinstance(codec, CodecConfig):
@@ -190,7 +197,7 @@ class CompressionConfig:
     def _key(self) -> tuple[Any, ...]:
         # Of `recipes` the order counts too: the first pattern that matches wins.
         rules = (tuple(self.exclude), tuple(self.recipes.items()))
-        return (self.forward, self.backward, self.min_bytes, rules, self.during_validation)
+        return (self.forward, self.backward, self.min_bytes, rules, self.during_validation, self.transport)
 
     def codec_for(self, site: str, direction: Literal["forward", "backward"]) -> CodecConfig | None:
         """The codec for exchanges of module `site` in `direction`; ``None`` where they go as they are.

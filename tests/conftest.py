@@ -27,6 +27,8 @@ LONGEST = (
     "codec_family",
     "trainer_checkpoints",
     "trainer_strategy",
+    "pipeline_3d",
+    "pipeline_trainer",
     "parity",
     "launch",
     "codec_kernels",
@@ -58,6 +60,8 @@ def reason_to_deselect(item: pytest.Item) -> str | None:
             return f"marked {marker}: needs {num_needed} CUDA device(s), this machine has {num_devices}"
     if item.get_closest_marker("browser") and not all(map(shutil.which, BROWSER_PROGRAMS)):
         return f"marked browser: needs {' and '.join(BROWSER_PROGRAMS)} (Debian: chromium, chromium-driver)"
+    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
+        return "marked slow: minutes on many ranks; runs with -m slow"
     if item.get_closest_marker("torchao") and importlib.util.find_spec("torchao") is None:
         return "marked torchao: needs torchao, which the extra `test` installs"
     if item.get_closest_marker("interpreter") and os.environ.get("TRITON_INTERPRET") != "1":

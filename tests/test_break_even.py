@@ -267,7 +267,7 @@ def test_two_ranks_swap_rows_by_an_all_gather_with_the_same_bits() -> None:
             assert torch.equal(usual.nan_to_num(7), swapped.nan_to_num(7))
         rows = torch.arange(10, dtype=torch.uint8).view(2, 5) + 100 * rank
         expected = torch.stack([torch.arange(5) + 5 * rank + 100 * source for source in range(2)]).to(torch.uint8)
-        assert torch.equal(swapping.all_to_all(rows), expected)
+        assert torch.equal(swapping.start_all_to_all(rows, False).wait(), expected)
 
     run_forked(2, check)
 

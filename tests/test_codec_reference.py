@@ -725,10 +725,16 @@ AUTO_TEXT = "the codec's element is still 'auto'; name one with codec.resolved('
             "values have shape (8,); [rows, values] is needed, one row per message.",
         ),
         (
+            torch.ones(2, 2, 2, 8),
+            CodecConfig(element="int8"),
+            ValueError,
+            "values have shape (2, 2, 2, 8); [rows, values] is needed, one row per message.",
+        ),
+        (
             torch.ones(2, 2, 8),
             CodecConfig(element="int8"),
             ValueError,
-            "values have shape (2, 2, 8); [rows, values] is needed, one row per message.",
+            "values have segments of 8 values, which cut blocks of 128; pass values.flatten(1).",
         ),
     ],
 )

@@ -7,6 +7,7 @@ whole blocks per chunk in a two-shot all-reduce, `torch.chunk` shards elsewhere,
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_taco.codec.reference import (
     requantize_reference,
 )
 from lightning_taco.collectives import ProcessGroupTransport, all_gather, all_reduce, all_to_all, reduce_scatter
+from lightning_taco.collectives.transport import Arriving, Pending
 from lightning_taco.config import CodecConfig
 from tests.ranks import run_forked, run_threads
 
@@ -501,13 +503,17 @@ class FixedTransport:
     messages: list[Tensor]
     sent: list[Tensor] = field(default_factory=list)
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
-        self.sent.append(messages)
-        return self.messages.pop(0)
+    def message_buffer(self, num_rows: int, message_bytes: int) -> None:
+        """Anywhere."""
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        self.sent.append(message)
-        return self.messages.pop(0)
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
+        self.sent.append(messages)
+        return Arriving(self.messages.pop(0), None)
+
+    start_all_gather = start_all_to_all
 
 
 def test_any_object_with_the_methods_of_a_transport_will_do() -> None:
@@ -518,6 +524,63 @@ def test_any_object_with_the_methods_of_a_transport_will_do() -> None:
     assert_same_bits(shard, expected_reduce_scatter(inputs, E4M3, "sum", 0, rank=1))
     assert_same_bits(transport.sent[0], torch.cat([message_of(rows, E4M3) for rows in inputs[1].chunk(3)]))
     assert transport.sent[0].dtype == torch.uint8
+
+
+STOCHASTIC_INT4 = CodecConfig(element="int4", block_size=32, rounding="stochastic")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", [CodecConfig(element="int8", block_size=32), STOCHASTIC_INT4], ids=str)
+def test_slices_have_the_bits_of_the_whole(world: int, codec: CodecConfig) -> None:
+    """Also where rows lie in segments (dims 1 and 2 of whole blocks), and where they would cut blocks (33)."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        for transport in (group, ProcessGroupTransport(group, pairs_gather=True)):
+            for shape in ((4, 6, 64), (6, 3, 33), (1, 6, 160)):
+                mine = rank_inputs(world, shape, torch.float32)[rank]
+
+                def results(num_slices: int, mine: Tensor = mine, transport: Any = transport) -> list[Tensor]:
+                    more = {"seed": 3, "num_slices": num_slices}
+                    dims = [dim for dim in range(3) if mine.shape[dim] % world == 0]
+                    return [
+                        *(all_reduce(mine, codec, transport, one_shot=one, **more) for one in (True, False)),
+                        *(reduce_scatter(mine, codec, transport, dim=dim, **more) for dim in (0, 1, 2)),
+                        *(all_gather(mine, codec, transport, dim=dim, **more) for dim in (0, 1, 2)),
+                        *(
+                            all_to_all(mine, codec, transport, gather_dim=dim, scatter_dim=other, **more)
+                            for dim in (0, 1, 2)
+                            for other in dims
+                        ),
+                    ]
+
+                whole = results(1)
+                for num_slices in (2, 3, 100):
+                    for sliced, expected in zip(results(num_slices), whole, strict=True):
+                        assert_same_bits(sliced, expected)
+
+    on_ranks(world, body)
+
+
+def test_a_slice_is_encoded_while_the_one_before_is_on_the_way() -> None:
+    events: list[str] = []
+
+    class Recording(FixedTransport):
+        def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+            assert is_async
+            events.append("send")
+            pending = Arriving(message.expand(2, -1).contiguous(), None)
+            return Watched(pending)
+
+    @dataclass
+    class Watched:
+        pending: Pending
+
+        def wait(self) -> Tensor:
+            events.append("wait")
+            return self.pending.wait()
+
+    all_reduce(torch.ones(8, 64), E4M3, Recording(0, 2, []), num_slices=2)
+    assert events == ["send", "send", "wait", "wait"]
 
 
 def test_process_group_transport_names_its_rank_and_size() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from examples.text_data import TextDataModule
 from lightning_taco import TacoTPStrategy
 from lightning_taco.activations import ActivationConfig
 from lightning_taco.cli import build_cli
+from lightning_taco.config import CompressionConfig
 from lightning_taco.data_parallel.settings import RECIPES
+from lightning_taco.pipeline_parallel import PipelineConfig, resolve_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SUFFIX = "_uncompressed"
 STORED = ROOT / "configs" / "llama_8b_h200_agoq.yaml"  # differs from others in its sizes too, and has no twin
-DATA_PARALLEL = [path for path in CONFIGS if "data_parallel:" in path.read_text()]
-COMPRESSED = [path for path in CONFIGS if not path.stem.endswith(SUFFIX) and path not in DATA_PARALLEL]
+THREE_D = ROOT / "configs" / "gpt_tiny_3d_cpu.yaml"  # every axis is compressed, each by settings of its own
+DATA_PARALLEL = [path for path in CONFIGS if "data_parallel:" in path.read_text() and path != THREE_D]
+COMPRESSED = [
+    path for path in CONFIGS if not path.stem.endswith(SUFFIX) and path not in DATA_PARALLEL and path != THREE_D
+]
 
 by_name = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 by_pair = pytest.mark.parametrize("path", [path for path in COMPRESSED if path != STORED], ids=lambda path: path.stem)
@@ -67,7 +73,8 @@ def test_config_builds_its_objects(path: Path) -> None:
     assert isinstance(strategy, TacoTPStrategy)
     settings = as_mapping(path)
     sizes = settings["trainer"]["strategy"]["init_args"]
-    assert sizes["tensor_parallel_size"] * sizes["data_parallel_size"] == settings["trainer"]["devices"]
+    model_size = sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1)
+    assert model_size * sizes["data_parallel_size"] == settings["trainer"]["devices"]
     assert cli.datamodule.vocab_size <= cli.model.config.vocab_size
     assert cli.datamodule.sequence_length <= cli.model.config.sequence_length
     for name in ("num_heads", "num_kv_heads", "hidden_size", "vocab_size", "sequence_length"):
@@ -81,6 +88,16 @@ def test_data_parallel_configs_are_shipped() -> None:
         "gpt_6.7b_tp_fsdp2_sdp4bit_h200",
         "gpt_350m_ddp_quangrad_h200",
     }
+
+
+def test_three_dimensional_settings_reach_the_strategy() -> None:
+    strategy = parse(THREE_D).trainer.strategy
+    assert strategy.data_parallel.config == replace(RECIPES["sdp4bit"], min_bytes=16384)
+    assert strategy.pipeline.config == PipelineConfig(min_bytes=16384)
+    assert strategy.compression.config == CompressionConfig(min_bytes=16384)
+    assert (strategy.pipeline.layout.num_stages, strategy.pipeline.arguments.num_microbatches) == (2, 4)
+    by_name = parse(THREE_D, "--trainer.strategy.init_args.pipeline_compression=int4").trainer.strategy
+    assert by_name.pipeline.config == resolve_pipeline("int4")
 
 
 @pytest.mark.parametrize("path", DATA_PARALLEL, ids=lambda path: path.stem)

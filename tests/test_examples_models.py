@@ -22,6 +22,7 @@ from examples import gpt, llama
 from examples.language_module import LanguageModule, lr_fraction
 from examples.plans import materialize, next_token_loss, shard_data_parallel
 from examples.text_data import TextDataModule
+from lightning_taco.pipeline_parallel.layers import read_layers
 from tests.ranks import run_forked, run_threads
 
 VOCAB = 37  # no multiple of 2 or 4: the last rank holds fewer rows
@@ -281,6 +282,18 @@ def test_parallelize_twice_changes_nothing(kind: str) -> None:
         assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_the_layers_that_a_pipeline_may_cut_are_the_forward(kind: str) -> None:
+    model = perturb(build(kind))
+    inputs, _ = batch()
+    output: Any = inputs
+    for layer in read_layers(model):
+        output = layer.function(output)
+    assert torch.equal(output, model(inputs))
+    owned = {id(parameter) for layer in read_layers(model) for parameter in layer.parameters()}
+    assert owned == {id(parameter) for parameter in model.parameters()}
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])

@@ -1,6 +1,7 @@
 """`ThroughputReport` and the timer under it: time is counted where it is spent, and the parts add up."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_taco.callbacks import CompressionMonitor, ThroughputReport
 from lightning_taco.collectives import all_reduce, timing
+from lightning_taco.collectives.transport import Arriving, Pending
 from lightning_taco.config import CodecConfig
 from tests.lightning_models import (
     TinyModule,
@@ -28,11 +30,17 @@ class SlowTransport:
 
     rank, world_size = 0, 2
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        time.sleep(0.02)
-        return message.expand(2, -1).contiguous()
+    def message_buffer(self, num_rows: int, message_bytes: int) -> None:
+        """Anywhere."""
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start_all_gather(self, message: Tensor, is_async: bool) -> Pending:
+        time.sleep(0.02)
+        return Arriving(message.expand(2, -1).contiguous(), None)
+
+    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Pending:
         raise AssertionError("two ranks reduce by one all-gather")
 
 

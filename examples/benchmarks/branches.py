@@ -111,7 +111,7 @@ def simulate(session: CompressionSession, quantizer: Quantizer) -> None:
         if chosen is None or request.kind != "all_reduce":
             return stock()
         rounded = quantizer(request.tensor.float()).values.contiguous()
-        gathered = ProcessGroupTransport(session.group).all_gather(rounded.view(1, -1))
+        gathered = ProcessGroupTransport(session.group).start_all_gather(rounded.view(1, -1), False).wait()
         return gathered.sum(0).to(request.tensor.dtype).view(request.tensor.shape)
 
     session.exchange = exchange  # type: ignore[method-assign]

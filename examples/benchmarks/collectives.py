@@ -1,4 +1,4 @@
-"""Codec kernels against a copy, and compressed collectives against NCCL's own.
+"""Codec kernels against a copy, and compressed collectives, by every way that they can go, against NCCL's own.
 
 Run on CUDA devices, one process each::
 
@@ -6,8 +6,9 @@ Run on CUDA devices, one process each::
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 examples/benchmarks/collectives.py            # PCIe without peers
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo torchrun ...                     # Ethernet
 
-Times are medians of interleaved rounds, by CUDA events; inputs are random, new in each round, and larger together than
-the cache. Every result is compared with the exact one in the same run.
+Times are medians of interleaved rounds, by CUDA events; inputs are random, take turns, and are larger together than the
+cache. Every result is compared with the exact one in the same run, and nothing is printed when one is wrong. Where the
+GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is timed too.
 """
 
 import argparse
@@ -24,9 +25,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not an installed package
 
 from examples.benchmarks.timing import interleaved_medians
-from lightning_taco import CodecConfig
+from lightning_taco import CodecConfig, _compat
+from lightning_taco.bench.checks import MAX_ERROR
 from lightning_taco.codec import FixedPoint, MessageLayout, TahQuant, decode, decode_sum, encode, requantize
-from lightning_taco.collectives import all_gather, all_reduce, reduce_scatter
+from lightning_taco.collectives.algorithms import algorithms_of, exchange
+from lightning_taco.collectives.peer_memory import PeerMemory
+from lightning_taco.collectives.traffic import Kind
+from lightning_taco.config import BITS_PER_CODE
 from lightning_taco.data_parallel.settings import weight_differences
 
 CODECS = {
@@ -34,11 +39,12 @@ CODECS = {
     "taco": CodecConfig(element="e4m3", scale_mode="dual"),
     "int8": CodecConfig(element="int8"),
     "int6": CodecConfig(element="int6"),
-    "int6 gaussian": CodecConfig(element="int6", levels="gaussian"),
-    "int5 gaussian": CodecConfig(element="int5", levels="gaussian"),
+    "int6g": CodecConfig(element="int6", levels="gaussian"),
+    "int5g": CodecConfig(element="int5", levels="gaussian"),
     "int4": CodecConfig(element="int4"),
-    "int4 gaussian": CodecConfig(element="int4", levels="gaussian"),
-    "int3 gaussian": CodecConfig(element="int3", levels="gaussian"),
+    "int4g": CodecConfig(element="int4", levels="gaussian"),
+    "int4gs": CodecConfig(element="int4", levels="gaussian", rounding="stochastic"),
+    "int3gs": CodecConfig(element="int3", levels="gaussian", rounding="stochastic"),
 }
 # Measured alone: weights' differences, and what goes between pipeline stages.
 KERNELS_ONLY = {"weights": weight_differences()}
@@ -49,12 +55,16 @@ STAGES: dict[str, TahQuant | FixedPoint] = {
     "fixed point, 6 bits": FixedPoint(bits=6),
 }
 ACTIVATION = (4, 2048, 4096)
+TORCH_TWO_SHOT = "torch's symmetric-memory two-shot"
 MEBI = 1 << 20
+Key = tuple[str, str, str]
+"""Kind, codec and algorithm."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="bf16 tensors, MiB")
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=["e4m3", "int8", "int6g", "int4gs"])
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
     parser.add_argument("--no-kernels", action="store_true", help="measure collectives only")
@@ -64,11 +74,17 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     results: dict[str, list[dict[str, float | str]]] = {"kernels": [], "collectives": []}
     if not arguments.no_kernels:
-        codecs = CODECS | KERNELS_ONLY
+        codecs = {name: CODECS[name] for name in arguments.codecs} | KERNELS_ONLY
         results["kernels"] = [row for name in codecs for row in kernel_rows(name, codecs[name], arguments.rounds)]
         results["kernels"] += [row for name in STAGES for row in stage_rows(name, STAGES[name], arguments.rounds)]
+    memory, reason = PeerMemory.open(dist.group.WORLD, torch.device("cuda", rank))
+    if rank == 0 and memory is None:
+        print(f"no mapped memory: {reason}")
     for size in arguments.sizes_mib:
-        results["collectives"] += collective_rows(size, arguments.rounds)
+        results["collectives"] += collective_rows(size, arguments.codecs, memory, arguments.rounds)
+    check(results["collectives"])
+    if memory is not None:
+        memory.close()
     if rank == 0:
         print_tables(results)
         if arguments.output:
@@ -94,7 +110,7 @@ def kernel_rows(
         "requantize": 3 * layout.message_bytes,
         "decode_sum": 2 * num_values + 2 * layout.message_bytes,
     }
-    calls: dict[str, Callable[[int], object]] = {
+    calls: dict[str, Callable[[int], Tensor]] = {
         "copy": lambda i: target.copy_(inputs[i]),
         "encode": lambda i: encode(inputs[i], codec, out=message),
         "decode": lambda i: decode(messages[i], codec, num_values, torch.bfloat16, out=values),
@@ -113,12 +129,12 @@ def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dic
     """Encode and decode of an activation of 64 MiB of bf16, all launches of each, and a copy of as many bytes."""
     inputs = [torch.randn(ACTIVATION, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     messages, target = [codec.encode(values) for values in inputs], torch.empty_like(inputs[0])
-    calls: dict[str, Callable[[int], object]] = {
+    calls: dict[str, Callable[[int], Tensor]] = {
         "copy": lambda i: target.copy_(inputs[i]),
         "encode": lambda i: codec.encode(inputs[i]),
         "decode": lambda i: codec.decode(messages[i], ACTIVATION, torch.bfloat16),
     }
-    moved = {name: inputs[0].nbytes + messages[0].nbytes for name in ("encode", "decode")}
+    moved = {key: inputs[0].nbytes + messages[0].nbytes for key in ("encode", "decode")}
     moved["copy"] = 2 * inputs[0].nbytes
     times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
     copy_rate = moved["copy"] / times["copy"]
@@ -128,8 +144,10 @@ def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dic
     ]
 
 
-def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
-    """Each collective, the library's and ours, on a bf16 tensor of `size_mib`."""
+def collective_rows(
+    size_mib: int, codecs: list[str], memory: PeerMemory | None, rounds: int
+) -> list[dict[str, float | str]]:
+    """Each collective, the library's and ours by every algorithm, on a bf16 tensor of `size_mib`."""
     group, world_size = dist.group.WORLD, dist.get_world_size()
     hidden = 4096
     tokens = size_mib * MEBI // 2 // hidden
@@ -137,35 +155,44 @@ def collective_rows(size_mib: int, rounds: int) -> list[dict[str, float | str]]:
     inputs = [torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(num_inputs)]
     shards = [values.chunk(world_size)[dist.get_rank()].contiguous() for values in inputs]
     scattered, gathered = torch.empty_like(shards[0]), torch.empty_like(inputs[0])
-    stock: dict[str, Callable[[int], Tensor]] = {
+    given: dict[Kind, list[Tensor]] = {"all_reduce": inputs, "reduce_scatter": inputs, "all_gather": shards}
+    stock: dict[Kind, Callable[[int], Tensor]] = {
         "all_reduce": lambda i: _in_place_all_reduce(inputs[i].clone()),
         "reduce_scatter": lambda i: _out(dist.reduce_scatter_tensor, scattered, inputs[i]),
         "all_gather": lambda i: _out(dist.all_gather_into_tensor, gathered, shards[i]),
     }
-    ours: dict[str, Callable[[int, CodecConfig], Tensor]] = {
-        "all_reduce": lambda i, codec: all_reduce(inputs[i], codec, group),
-        "reduce_scatter": lambda i, codec: reduce_scatter(inputs[i], codec, group),
-        "all_gather": lambda i, codec: all_gather(shards[i], codec, group),
-    }
-    calls: dict[str, Callable[[int], object]] = {"clone": lambda i: inputs[i].clone()}
-    for kind, run in stock.items():
-        calls[f"{kind}/stock"] = run
-        for name, codec in CODECS.items():
-            calls[f"{kind}/{name}"] = lambda i, kind=kind, codec=codec: ours[kind](i, codec)
-    errors = {
-        f"{kind}/{name}": _relative_error(ours[kind](0, codec), stock[kind](0))
-        for kind in stock
-        for name, codec in CODECS.items()
-    }
-    times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=num_inputs)
+    calls: dict[Key, Callable[[int], Tensor]] = {(kind, "stock", ""): run for kind, run in stock.items()}
+    if memory is not None:
+        calls["all_reduce", TORCH_TWO_SHOT, ""] = _torch_two_shot(inputs)
+    for kind, tensors in given.items():
+        for name in codecs:
+            for way in algorithms_of(kind, world_size, overlaps=True, has_peer_memory=memory is not None):
+                more = {"algorithm": way, "memory": memory}
+                calls[kind, name, way] = lambda i, kind=kind, tensors=tensors, codec=CODECS[name], more=more: exchange(
+                    kind, tensors[i], codec, group, **more
+                )
+    errors = {key: _relative_error(run(0), stock[key[0]](0)) for key, run in calls.items()}
+    clone: dict[Key, Callable[[int], Tensor]] = {("", "clone", ""): lambda i: inputs[i].clone()}
+    times = interleaved_medians({**clone, **calls}, rounds, inputs[0].device, num_inputs=num_inputs)
     rows = []
     for key in errors:
-        kind, name = key.split("/")
-        # NCCL's all-reduce is in place and is given a copy, whose time is taken off again.
-        baseline = times[f"{kind}/stock"] - (times["clone"] if kind == "all_reduce" else 0)
-        row = {"kind": kind, "codec": name, "MiB": size_mib, "stock_us": baseline, "us": times[key]}
-        rows.append({**row, "speedup": baseline / times[key], "relative_error": errors[key]})
+        kind, name, way = key
+        # In place: given a copy, whose time is taken off again.
+        baseline = times[kind, "stock", ""] - (times["", "clone", ""] if kind == "all_reduce" else 0)
+        own = times[key] - (times["", "clone", ""] if name == TORCH_TWO_SHOT else 0)
+        row = {"kind": kind, "codec": name, "algorithm": way, "MiB": size_mib, "stock_us": baseline, "us": own}
+        if name != "stock":
+            rows.append({**row, "speedup": baseline / own, "relative_error": errors[key]})
     return rows
+
+
+def check(rows: list[dict[str, float | str]]) -> None:
+    """Refuse to go on with a wrong result: the library's own differ by the rounding of bf16 at most."""
+    for row in rows:
+        codec = CODECS.get(str(row["codec"]))
+        limit = 0.01 if codec is None else MAX_ERROR[BITS_PER_CODE[codec.element]]
+        if not float(row["relative_error"]) <= limit:
+            raise SystemExit(f"wrong result, nothing is shown: {row}")
 
 
 def print_tables(results: dict[str, list[dict[str, float | str]]]) -> None:
@@ -185,6 +212,18 @@ def _in_place_all_reduce(tensor: Tensor) -> Tensor:
 def _out(collective: Callable[[Tensor, Tensor], object], out: Tensor, values: Tensor) -> Tensor:
     collective(out, values)
     return out
+
+
+def _torch_two_shot(inputs: list[Tensor]) -> Callable[[int], Tensor]:
+    assert dist.group.WORLD is not None
+    buffer, _ = _compat.symmetric_memory(inputs[0].numel() * 2, inputs[0].device, dist.group.WORLD)
+    shared = buffer.view(torch.bfloat16).view(inputs[0].shape)
+
+    def run(index: int) -> Tensor:
+        shared.copy_(inputs[index])
+        return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", dist.group.WORLD.group_name)
+
+    return run
 
 
 def _relative_error(result: Tensor, exact: Tensor) -> float:

@@ -15,6 +15,7 @@ other random numbers.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -85,13 +86,14 @@ def main() -> None:
             f"{result['train_loss'][-1]:.4f}, validation {result['validation_on']:.5f} on, "
             f"{result['validation_off']:.5f} off, {time.perf_counter() - started:.0f} s since the start"
         )
+    study.close()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the checkpoint, made if missing")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, gone on with if it is there")
-    parser.add_argument("--branches", nargs="+", default=DEFAULT_BRANCHES.split(), help="names, see branches.py")
+    parser.add_argument("--branches", nargs="*", default=DEFAULT_BRANCHES.split(), help="names, see branches.py")
     parser.add_argument("--from_scratch", nargs="*", default=[], help="runs without a checkpoint: taco~0 has seed 0")
     parser.add_argument("--scratch_steps", type=int, default=600, help="of each run from scratch")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="no branch is begun after these seconds")
@@ -189,6 +191,14 @@ class ConvergenceStudy:
         self._set_compression(None)
         self.evaluate_off = self._graphed(self._evaluate)
         self.fabric.print(f"base: step {self.base_step}, validation loss {self._validate(self.evaluate_off):.5f}")
+
+    def close(self) -> None:
+        """Let go of every capture: communicators that a graph still holds keep the process from ending."""
+        self.evaluate_off = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._set_compression(None)
 
     def run_branch(self, chosen: Branch, seed: int | None = None) -> dict[str, Any]:
         """Go on as `chosen` says: from the checkpoint, or from new weights and another order of batches by `seed`."""

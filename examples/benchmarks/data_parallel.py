@@ -40,6 +40,7 @@ from lightning_taco.data_parallel import DataParallelTraffic, GradientExchange, 
 from lightning_taco.data_parallel.quan_grad import QuantizedGradients
 from lightning_taco.data_parallel.settings import DataParallelConfig
 
+PARTS = ("reduce_scatter", "accumulate", "memory")
 MEBI = 1 << 20
 Row = dict[str, float | str]
 KEPT = {
@@ -58,14 +59,16 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, help="of that model, in place of the preset's")
     parser.add_argument("--micro-batches", type=int, default=8, help="backwards before gradients are looked at")
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="tables to make")
     arguments = parser.parse_args()
     sizes = {} if arguments.vocab_size is None else {"vocab_size": arguments.vocab_size}
-    device = start()
-    results = {
-        "reduce_scatter": reduce_scatter_rows(arguments.size_mib * MEBI, arguments.rounds, device),
-        "accumulate": accumulate_rows(arguments.size_mib * MEBI, arguments.rounds, device),
-        "memory": memory_rows(LlamaConfig.preset(arguments.model, **sizes), arguments.micro_batches, device),
+    device, num_bytes, rounds = start(), arguments.size_mib * MEBI, arguments.rounds
+    makers: dict[str, Callable[[], list[Row]]] = {
+        "reduce_scatter": lambda: reduce_scatter_rows(num_bytes, rounds, device),
+        "accumulate": lambda: accumulate_rows(num_bytes, rounds, device),
+        "memory": lambda: memory_rows(LlamaConfig.preset(arguments.model, **sizes), arguments.micro_batches, device),
     }
+    results = {part: makers[part]() for part in arguments.parts}
     if dist.get_rank() == 0:
         print_tables(results)
         if arguments.output:

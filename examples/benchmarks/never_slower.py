@@ -24,6 +24,7 @@ from lightning_taco.collectives.break_even import NEVER_SLOWER, BreakEven, Timin
 from lightning_taco.collectives.break_even_file import load
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.topology import Topology
 
 STEPS = (1.5, 2.5)
@@ -44,14 +45,15 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     topology, break_even = load(arguments.measured)
-    difference = topology.difference(Topology.of(group, device))
+    memory = PeerMemory.open(group, device)[0] if topology.has_peer_memory else None
+    difference = topology.difference(Topology.of(group, device, memory is not None))
     if difference is not None:
         parser.error(f"{arguments.measured} was measured with other settings: {difference}")
     sizes = sorted({timing.num_bytes for timing in break_even.timings})
     others = tuple(int(step * size) for size in sizes for step in STEPS)
     known = {timing.codec for timing in break_even.timings}
     codecs = [codec for codec in BenchSettings(codecs=CODEC_NAMES).codec_configs() if str(codec) in known]
-    ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group))
+    ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
     ladder = Ladder(sizes=sorted(others), rounds=arguments.rounds)
     rows = [row_of(timing, break_even) for timing in measure(ranks, codecs, ladder)]
     worst = min(rows, key=lambda row: row["speed_up"])

@@ -4,16 +4,19 @@
     torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --variants int8 int8+callbacks --steps 200
     NCCL_P2P_DISABLE=1 torchrun ...     # and other links, see collectives.py
 
-Variants take turns on one model: in each round each runs `--steps` steps (forward, backward, clipping, AdamW), timed
-as a whole by CUDA events; the figure is the median over rounds. ``+callbacks`` adds `CompressionMonitor`,
-`GradientNormMonitor`, `CompressionGuard` and `ThroughputReport` with their default sampling and a CSV logger: give it
-as many steps as the rarest of them samples (200). The loss of the same weights and batch is compared in the same run.
+Variants take turns on one model: in each round each runs `--steps` steps (forward, backward, clipping, AdamW), each
+timed by CUDA events. Of the first, second, ... step of a round the median over rounds counts, so that what only one
+round met goes out, and what a step does each time stays in; the figure is the mean of these. ``+mapped`` lets GPUs read
+each other's memory. ``+callbacks`` adds `CompressionMonitor`, `GradientNormMonitor`, `CompressionGuard` and
+`ThroughputReport` with their default sampling and a CSV logger: give it as many steps as the rarest of them samples
+(200). The loss of the same weights and batch is compared in the same run.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from examples import gpt
 from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
-from lightning_taco.config import resolve_compression
+from lightning_taco.config import CompressionConfig, resolve_compression
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 
@@ -38,7 +41,7 @@ def main() -> None:
     arguments = parse()
     benchmark = StepBenchmark(arguments)
     losses = {name: benchmark.loss(name) for name in arguments.variants}
-    times: dict[str, list[float]] = {name: [] for name in arguments.variants}
+    times: dict[str, list[list[float]]] = {name: [] for name in arguments.variants}
     for name in arguments.variants:
         benchmark.run(name, arguments.warm_up_steps)  # compiles kernels, opens communicators
     for _ in range(arguments.rounds):
@@ -106,8 +109,8 @@ class StepBenchmark:
         self.model.train()
         return next_token_loss(self.model(self.inputs), self.targets).item()
 
-    def run(self, variant: str, num_steps: int) -> float:
-        """Milliseconds of a step of `variant`."""
+    def run(self, variant: str, num_steps: int) -> list[float]:
+        """Milliseconds of each step of `variant`."""
         self._set_compression(variant)
         callbacks = _Callbacks(self.fabric) if variant.endswith(CALLBACKS_SUFFIX) else None
         self.model.train()
@@ -115,7 +118,8 @@ class StepBenchmark:
         clock = Clock(self.fabric.device)
         for step in range(num_steps):
             self._step(step, callbacks)
-        return clock.stop() / num_steps
+            clock.lap()
+        return clock.stop()
 
     def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
         if callbacks is not None:
@@ -132,8 +136,7 @@ class StepBenchmark:
 
     def _set_compression(self, variant: str) -> None:
         self.strategy.compression.stop()
-        recipe = variant.removesuffix(CALLBACKS_SUFFIX)
-        self.strategy.compression = Compression(resolve_compression(recipe), 0)
+        self.strategy.compression = Compression(config_of(variant), 0)
         self.strategy.compression.start(self.model, self.strategy.device_mesh, self.fabric.device)
 
     def _config(self) -> gpt.GPTConfig:
@@ -144,6 +147,13 @@ class StepBenchmark:
         sequence_parallel = self.arguments.sequence_parallel
         model = gpt.parallelize(model, mesh["tensor_parallel"], sequence_parallel=sequence_parallel)
         return materialize(model, self.fabric.device, seed=0)
+
+
+def config_of(variant: str) -> CompressionConfig | None:
+    """The settings of ``"int8"``, ``"int8+mapped"`` or ``"int8+mapped+callbacks"``."""
+    recipe, *more = variant.split("+")
+    config = resolve_compression(recipe)
+    return config if config is None or "mapped" not in more else replace(config, transport="auto")
 
 
 class _Callbacks:
@@ -168,20 +178,34 @@ class _Callbacks:
             callback.end_step(step, loss)
 
 
-def rows_of(times: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
-    """Medians, ratios to the first variant, the spread over rounds, and how far the first loss is from its."""
+def rows_of(times: dict[str, list[list[float]]], losses: dict[str, float]) -> list[dict[str, Any]]:
+    """Step times, ratios to the first variant, the spread over rounds, and how far the first loss is from its."""
     first = next(iter(times))
-    reference = statistics.median(times[first])
+    step_ms = {name: step_time(rounds) for name, rounds in times.items()}
     return [
         {
             "variant": name,
-            "step_ms": statistics.median(values),
-            "speedup": reference / statistics.median(values),
-            "spread": (max(values) - min(values)) / statistics.median(values),
+            "step_ms": step_ms[name],
+            "speedup": step_ms[first] / step_ms[name],
+            "spread": spread_of([statistics.median(laps) for laps in rounds]),
             "loss_gap": losses[name] / losses[first] - 1,
         }
-        for name, values in times.items()
+        for name, rounds in times.items()
     ]
+
+
+def step_time(rounds: list[list[float]]) -> float:
+    """The mean over the steps of a round of each one's median over rounds.
+
+    >>> step_time([[1, 1, 4], [1, 9, 4], [1, 1, 4]])  # the third step samples; one step of one round was disturbed
+    2
+    """
+    return statistics.mean(statistics.median(laps) for laps in zip(*rounds, strict=True))
+
+
+def spread_of(medians: list[float]) -> float:
+    """From the fastest to the slowest round, as a share of the middle one."""
+    return (max(medians) - min(medians)) / statistics.median(medians)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -51,9 +51,15 @@ def main() -> None:
 
 
 def rows_of(branches: dict[str, dict[str, Any]]) -> list[Row]:
-    """All branches that ended, in their order."""
-    base = branches[BASELINE]
-    return [row_of(name, result, base) for name, result in branches.items() if "error" not in result]
+    """All branches that ended, in their order; a run from scratch stands beside the uncompressed one of its seed."""
+    ended = {name: result for name, result in branches.items() if "error" not in result}
+    return [row_of(name, result, ended[baseline_of(name)]) for name, result in ended.items()]
+
+
+def baseline_of(name: str) -> str:
+    """``"none"``, and of ``"int8~1"`` ``"none~1"``."""
+    seed = name.partition("~")[2]
+    return f"{BASELINE}~{seed}" if seed else BASELINE
 
 
 def row_of(name: str, result: dict[str, Any], base: dict[str, Any]) -> Row:
@@ -88,7 +94,7 @@ def table(rows: list[Row]) -> str:
 
 def plot(rows: list[Row]) -> go.Figure:
     """Gap in training loss, with its standard error, against mean bits; the second uncompressed run is the noise."""
-    noise = [row for row in rows if row.mean_bits == UNCOMPRESSED_BITS and row.name != BASELINE]
+    noise = [row for row in rows if row.mean_bits == UNCOMPRESSED_BITS and row.name != baseline_of(row.name)]
     rows = [row for row in rows if row.mean_bits < UNCOMPRESSED_BITS]
     figure = go.Figure()
     figure.add_scatter(

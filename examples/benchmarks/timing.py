@@ -1,31 +1,37 @@
 """How the benchmarks time calls: by events on CUDA, by the host's clock elsewhere, taking turns."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 NUM_WARM_UPS = 2
 QUEUE_CYCLES = 2_000_000  # about a millisecond
+Name = TypeVar("Name")
 
 
 class Clock:
-    """Milliseconds from its making to `stop`, on `device`."""
+    """Milliseconds of laps, from its making on, by what `device` has."""
 
     def __init__(self, device: torch.device) -> None:
         self._uses_events = device.type == "cuda"
-        self._start = self._mark()
+        self._marks = [self._mark()]
 
-    def stop(self) -> float:
-        """Waits for the device."""
-        end = self._mark()
+    def lap(self) -> None:
+        """End a lap. Waits for nothing."""
+        self._marks.append(self._mark())
+
+    def stop(self) -> list[float]:
+        """Of each lap. Waits for the device."""
+        pairs = list(itertools.pairwise(self._marks))
         if not self._uses_events:
-            return 1000 * (end - self._start)
-        end.synchronize()
-        return self._start.elapsed_time(end)
+            return [1000 * (end - start) for start, end in pairs]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
 
     def _mark(self) -> Any:
         if not self._uses_events:
@@ -36,13 +42,13 @@ class Clock:
 
 
 def interleaved_medians(
-    calls: Mapping[str, Callable[[int], object]],
+    calls: Mapping[Name, Callable[[int], object]],
     rounds: int,
     device: torch.device,
     *,
     num_inputs: int = 1,
     queued: bool = False,
-) -> dict[str, float]:
+) -> dict[Name, float]:
     """Microseconds of each call, median over rounds in which the calls take turns, after some to warm up.
 
     Args:
@@ -55,7 +61,7 @@ def interleaved_medians(
     for call in calls.values():
         for index in range(max(num_inputs, NUM_WARM_UPS)):
             call(index % num_inputs)
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             _meet(device)
@@ -66,7 +72,9 @@ def interleaved_medians(
             clock = Clock(device)
             for index in range(num_inputs):
                 call(index)
-            times[name].append(1000 * clock.stop() / num_inputs)
+            clock.lap()
+            (milliseconds,) = clock.stop()
+            times[name].append(1000 * milliseconds / num_inputs)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

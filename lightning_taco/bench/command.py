@@ -17,6 +17,7 @@ from lightning_taco.bench.plot import INSTALL_SENTENCE, has_plotly
 from lightning_taco.bench.settings import CODEC_NAMES, CPU_SIZES, CUDA_SIZES, BenchSettings
 from lightning_taco.collectives.algorithms import MEASURED_KINDS
 from lightning_taco.collectives.break_even_file import cache_path
+from lightning_taco.config import TRANSPORTS
 
 DESCRIPTION = (
     "Times the library's own exchanges of a tensor-parallel group, and of gradients and weights between data-parallel "
@@ -82,5 +83,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--output", type=str, help=f"file of the figures; default: {cache_path()}")
     parser.add_argument("--plot", type=str, help="write a page with a plot of the speed-ups here (needs plotly)")
     parser.add_argument("--device", type=str, default=defaults.device, choices=["auto", "cpu", "cuda"])
+    parser.add_argument(
+        "--transport",
+        type=str,
+        default=defaults.transport,
+        choices=list(TRANSPORTS),
+        help="auto: time exchanges through mapped memory too, where GPUs of one host can read each other's",
+    )
     parser.add_argument("--num_ranks", type=int, help="processes to start; default: one for each GPU, or two on CPU")
     return parser

@@ -19,6 +19,7 @@ from lightning_taco.collectives.break_even import BreakEven, Timing
 from lightning_taco.collectives.break_even_file import Measured, cache_path, save
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure_contests
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.topology import Topology
 from lightning_taco.config import CodecConfig
 
@@ -30,8 +31,9 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     """Time everything over the default process group; the exit status, the same on all ranks."""
     group = dist.group.WORLD
     assert group is not None
-    ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group))
-    topology = Topology.of(group, device)
+    memory = _mapped_memory(settings, group, device)
+    ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
+    topology = Topology.of(group, device, memory is not None)
     exchanges = Exchanges.over(ranks, settings.codec_configs(), settings.kinds)
     problem = problem_of(exchanges, settings.kinds)
     if problem is not None:
@@ -40,6 +42,15 @@ def run(settings: BenchSettings, device: torch.device) -> int:
     copy_rate = _copy_rate(ranks)
     measured = Measured(topology, BreakEven.of(_timings(exchanges, ladder)))
     return _show(settings, measured, exchanges.codecs_by_name, copy_rate) if dist.get_rank() == 0 else 0
+
+
+def _mapped_memory(settings: BenchSettings, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    if settings.transport != "auto":
+        return None
+    memory, reason = PeerMemory.open(group, device)
+    if memory is None:
+        _say(f"transport='auto': memory cannot be mapped, since {reason}; exchanges go over the process group.", 0)
+    return memory
 
 
 def _show(settings: BenchSettings, measured: Measured, codecs: Mapping[str, CodecConfig], copy_rate: float) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_taco.collectives.algorithms import MEASURED_KINDS, MeasuredKind
-from lightning_taco.config import ELEMENTS, RECIPES, CodecConfig
+from lightning_taco.config import ELEMENTS, RECIPES, TRANSPORTS, CodecConfig
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 CODEC_NAMES = tuple(name for name, recipe in RECIPES.items() if recipe is not None) + tuple(
@@ -32,6 +32,7 @@ class BenchSettings:
         output: the file of the figures; ``None`` for the one that ``min_bytes="auto"`` reads.
         plot: a page with a plot of the speed-ups; ``None`` for none.
         device: ``"auto"``: CUDA where each rank has a GPU of its own.
+        transport: ``"auto"`` times exchanges through mapped memory too, as `CompressionConfig.transport` has it.
         num_ranks: processes to start; ``None``: one for each GPU, or two on CPU. Under torchrun it is torchrun's.
 
     Raises:
@@ -45,6 +46,7 @@ class BenchSettings:
     output: Path | None = None
     plot: Path | None = None
     device: DeviceChoice = "auto"
+    transport: Literal["process_group", "auto"] = "process_group"
     num_ranks: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class BenchSettings:
             parse_bytes(size)
         if self.sizes is not None and not self.sizes:
             raise ValueError("sizes is empty; give at least one, such as 1MiB.")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r} is unknown; use one of {', '.join(TRANSPORTS)}.")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds} is below 1; give the number of rounds, such as 15.")
         if self.num_ranks is not None and self.num_ranks < 2:

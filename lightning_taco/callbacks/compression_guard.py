@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_taco.callbacks.agreed_loss import AgreedLoss
 from lightning_taco.callbacks.events import Event
-from lightning_taco.callbacks.host import Host, host_of
+from lightning_taco.callbacks.host import Host, host_of, pipeline_of
 from lightning_taco.callbacks.hosted import HostedCallback
 from lightning_taco.callbacks.hysteresis import Hold, Hysteresis
 from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
@@ -184,7 +184,8 @@ class CompressionGuard(HostedCallback):
             return
         watch = self._look_away()
         if watch is not None:
-            self._judge_sites(watch.read(), watch.codecs, step)
+            sightings, codecs = self._of_all_stages(watch.read(), watch.codecs)
+            self._judge_sites(sightings, codecs, step)
         self._judge_loss(step)
         if loss is not None:
             assert self._host is not None
@@ -230,6 +231,14 @@ class CompressionGuard(HostedCallback):
         if watch is not None:
             watch.close()
         return watch
+
+    def _of_all_stages(self, *seen: dict[Any, Any]) -> list[dict[Any, Any]]:
+        """What all stages of a pipeline have seen, whose sites differ: so every rank decides alike."""
+        pipeline = None if self._host is None else pipeline_of(self._host.loop)
+        if pipeline is None:
+            return list(seen)
+        everyone = pipeline.agreement.objects(seen)
+        return [{key: value for each in part for key, value in each.items()} for part in zip(*everyone, strict=True)]
 
     def _tell_session(self) -> None:
         session = self._session()

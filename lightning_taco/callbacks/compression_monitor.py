@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lightning_taco.callbacks.host import Host, host_of
+from lightning_taco.callbacks.host import Host, host_of, pipeline_of
 from lightning_taco.callbacks.hosted import HostedCallback
+from lightning_taco.callbacks.pipeline_sites import over_stages
 from lightning_taco.callbacks.sampling import checked_every_n_steps
 from lightning_taco.collectives import timing
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
@@ -18,6 +19,7 @@ from lightning_taco.dtensor.exchange_errors import ExchangeError, ExchangeErrors
 from lightning_taco.dtensor.histograms import HistogramSampler, RotationHistograms
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.strategies.compression import Compression
+from lightning_taco.strategies.pipeline import Pipeline
 
 QUANTILES = {"50": 0.5, "90": 0.9, "99": 0.99, "99.9": 0.999, "100": 1.0}
 """Percent, as in the tags, to share."""
@@ -50,6 +52,10 @@ class CompressionMonitor(HostedCallback):
     histograms. Values are those of one tensor-parallel group, the first one in the logs. A forward that activation
     checkpointing computes again is not measured again.
 
+    Under a pipeline values are those of all stages. ``<site>`` is
+    ``<direction>/tensor_parallel/stage_<i>/<module path>/<collective>``, and
+    ``<direction>/pipeline_parallel/stage_<i>_to_<j>/<module path>/send`` for what travels between stages.
+
     A Fabric script calls `attach` once after ``fabric.setup_module``, `start_step` before each forward, `end_step`
     after each optimizer step.
 
@@ -78,6 +84,7 @@ class CompressionMonitor(HostedCallback):
         self._host: Host | None = None
         self._session: CompressionSession | None = None
         self._num_logged_samples = 0
+        self._num_logged_transfers = 0
         self._exchanges: ExchangeErrors | None = None
         self._histograms: HistogramSampler | None = None
         self._histogram_sites: list[ErrorKey] | None = None
@@ -92,6 +99,10 @@ class CompressionMonitor(HostedCallback):
         compression = self._host.compression
         compression.sample_every_n_steps = self.every_n_steps
         self._num_logged_samples = compression.num_samples
+        pipeline = pipeline_of(loop)
+        if pipeline is not None:
+            pipeline.sample_every_n_steps = self.every_n_steps
+            self._num_logged_transfers = pipeline.num_samples
         self._session = compression.session
         self._exchanges, self._histograms, self._histogram_sites = None, None, None
         if self._session is not None:
@@ -109,25 +120,32 @@ class CompressionMonitor(HostedCallback):
 
     def end_step(self, step: int, loss: Any = None) -> None:
         """Log what the step has measured, if it has; the same on all ranks of a tensor-parallel group."""
-        host, session, exchanges = self._host, self._session, self._exchanges
-        if host is None or session is None or exchanges is None:
+        host = self._host
+        if host is None:
             return
-        compression = host.compression
-        if compression.num_samples == self._num_logged_samples:
+        pipeline = pipeline_of(host.loop)
+        is_new = self._session is not None and host.compression.num_samples != self._num_logged_samples
+        is_transfer_new = pipeline is not None and pipeline.num_samples != self._num_logged_transfers
+        if not is_new and not is_transfer_new:
             return
-        self._num_logged_samples = compression.num_samples
+        self._num_logged_samples = host.compression.num_samples
+        self._num_logged_transfers = 0 if pipeline is None else pipeline.num_samples
         with timing.aside():
-            self._log_sample(step, host, session, exchanges)
+            self._log_sample(step, host, pipeline)
 
-    def _log_sample(self, step: int, host: Host, session: CompressionSession, exchanges: ExchangeErrors) -> None:
-        values = scalars(host.compression)
-        for key, error in exchanges.read().items():
-            values.update(_exchange_scalars(key, error))
-        values.update(_total_bytes(session, host.strategy.root_device))
-        histograms = self._read_histograms(host.compression)
-        for key, pair in histograms.items():
-            values.update(_quantile_scalars(key, pair))
-        host.log(values, step)
+    def _log_sample(self, step: int, host: Host, pipeline: Pipeline | None) -> None:
+        session, exchanges = self._session, self._exchanges
+        values: dict[str, float] = {}
+        histograms: dict[ErrorKey, RotationHistograms] = {}
+        if session is not None and exchanges is not None:
+            values = scalars(host.compression)
+            for key, error in exchanges.read().items():
+                values.update(_exchange_scalars(key, error))
+            values.update(_total_bytes(session, host.strategy.root_device))
+            histograms = self._read_histograms(host.compression)
+            for key, pair in histograms.items():
+                values.update(_quantile_scalars(key, pair))
+        host.log(values if pipeline is None else over_stages(values, pipeline), step)
         for key, pair in histograms.items():
             host.log_histogram(f"compression/message_before_rotation/{_name(key)}", pair.before, step)
             if pair.after is not None:

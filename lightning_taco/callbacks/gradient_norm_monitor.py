@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.callbacks import Callback
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_taco.callbacks.gradient_cosine import RngStates, cosine_with_exact, rng_states
-from lightning_taco.callbacks.host import host_of
+from lightning_taco.callbacks.host import host_of, pipeline_of
 from lightning_taco.callbacks.logging import log_now
 from lightning_taco.callbacks.sampling import checked_every_n_steps, current_step
 from lightning_taco.collectives import timing
@@ -148,7 +149,8 @@ class GradientNormMonitor(Callback):
             if next(is_first, False):
                 # The gradients lie there, clipped, until they are set to zero.
                 with timing.aside():
-                    self._log({"clipped_gradient_norm": gradient_norm(parameters, self.norm_type).item()}, step)
+                    norm = gradient_norm(parameters, self.norm_type, pipeline=self._stages())
+                    self._log({"clipped_gradient_norm": norm.item()}, step)
 
         if isinstance(optimizer, _FabricOptimizer):
             optimizer = optimizer.optimizer
@@ -162,6 +164,11 @@ class GradientNormMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what the cosine cannot be measured with, before any work is done."""
         self.attach(trainer)
+        if self.cosine_every_n_steps is not None and pipeline_of(trainer) is not None:
+            raise ValueError(
+                f"cosine_every_n_steps={self.cosine_every_n_steps} computes a batch a second time by itself, which a "
+                "pipeline cannot do between its steps; leave cosine_every_n_steps out."
+            )
         if self.cosine_every_n_steps is not None and not pl_module.automatic_optimization:
             raise ValueError(
                 f"cosine_every_n_steps={self.cosine_every_n_steps} needs automatic optimization, whose batches the "
@@ -206,14 +213,19 @@ class GradientNormMonitor(Callback):
             self.compare(step, repeat, module)
 
     def _norms(self, parameters: list[Tensor], module: nn.Module) -> dict[str, float]:
+        pipeline = pipeline_of(self._loop)
         if not self.per_parameter and not self.per_layer:
-            return {"gradient_norm": gradient_norm(parameters, self.norm_type).item()}
+            norm = gradient_norm(parameters, self.norm_type, pipeline=self._stages())
+            return {"gradient_norm": norm.item()}
         norms = gradient_norm(parameters, self.norm_type, per_parameter=True).tolist()
         by_parameter = {
             id(parameter): norm for parameter, norm in zip(parameters, norms, strict=True) if has_gradient(parameter)
         }
-        values = {"gradient_norm": _together(norms, self.norm_type)}
         named = [(name, by_parameter[id(each)]) for name, each in module.named_parameters() if id(each) in by_parameter]
+        if pipeline is not None:
+            named = list(pipeline.gathered(dict(named)).items())
+            norms = [norm for _, norm in named]
+        values = {"gradient_norm": _together(norms, self.norm_type)}
         if self.per_parameter:
             values.update((f"gradient_norm/{name}", norm) for name, norm in named)
         if self.per_layer:
@@ -223,6 +235,11 @@ class GradientNormMonitor(Callback):
             for layer, parts in layers.items():
                 values[f"layer_gradient_norm/{layer}"] = _together(parts, self.norm_type)
         return values
+
+    def _stages(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other parameters of the model."""
+        pipeline = pipeline_of(self._loop)
+        return None if pipeline is None else pipeline.group
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         if isinstance(self._loop, pl.Trainer):

@@ -15,6 +15,7 @@ from lightning_taco.dtensor.histograms import Histogram
 from lightning_taco.strategies import fabric as fabric_strategy
 from lightning_taco.strategies import trainer as trainer_strategy
 from lightning_taco.strategies.compression import Compression
+from lightning_taco.strategies.pipeline import Pipeline
 
 Strategy = trainer_strategy.TacoTPStrategy | fabric_strategy.TacoTPStrategy
 
@@ -69,3 +70,9 @@ def host_of(loop: pl.Trainer | Fabric, callback: str) -> Host:
             f"{type(strategy).__name__}; use {owner}(strategy=TacoTPStrategy(...)), or leave the callback out."
         )
     return Host(loop, strategy)
+
+
+def pipeline_of(loop: pl.Trainer | Fabric | None) -> Pipeline | None:
+    """The pipeline of the loop's strategy; ``None`` without one, and for a strategy that knows none."""
+    pipeline = getattr(getattr(loop, "strategy", None), "pipeline", None)
+    return pipeline if isinstance(pipeline, Pipeline) and pipeline.is_on else None

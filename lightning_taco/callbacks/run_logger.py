@@ -206,6 +206,15 @@ def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     }
     if isinstance(trainer.strategy, TacoTPStrategy):
         settings["compression"] = compression_words(trainer.strategy.compression.config)
+        pipeline = trainer.strategy.pipeline
+        if pipeline.is_on:
+            settings["pipeline"] = {
+                "stages": pipeline.layout.num_stages,
+                "schedule": pipeline.layout.schedule,
+                "num_microbatches": pipeline.arguments.num_microbatches,
+                "forward": str(pipeline.config.forward) if pipeline.config else "as it is",
+                "backward": str(pipeline.config.backward) if pipeline.config else "as it is",
+            }
     return settings
 
 

@@ -34,13 +34,25 @@ __all__ = [
 ]
 
 
-def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+def encode(
+    values: Tensor,
+    codec: CodecConfig,
+    *,
+    seed: int = 0,
+    first_block: int = 0,
+    row_blocks: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Encode each row of `values` into a message of its own.
 
     Args:
-        values: bf16, fp16 or fp32, ``[R, N]``; one message per row, one row per destination.
+        values: bf16, fp16 or fp32, ``[R, N]``; one message per row, one row per destination. Or ``[R, S, L]``, a view
+            of rows that lie in S segments of L values, L a multiple of the block, read where they are; N = S L.
         codec: how; its `element` may not be ``"auto"``.
         seed: of stochastic rounding, from 0 to 2^62 - 1; the same seed gives the same bits on every device.
+        first_block: number of the first block, for stochastic rounding: a part of a row that is encoded by itself has
+            the bits that it has in the whole row.
+        row_blocks: numbers from a row's first block to that of the next; left out, as many as it has blocks.
         out: ``uint8 [R, message_bytes]``, contiguous, to write to.
 
     Returns:
@@ -49,7 +61,8 @@ def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | N
 
     Raises:
         TypeError: for another dtype, or an element that is still ``"auto"``.
-        ValueError: for a tensor that is not 2-D, an `out` that does not fit, or a seed out of range.
+        ValueError: for a tensor of other dims, segments that cut blocks, an `out` that does not fit, or a seed out of
+            range.
 
     Cost: reads the values once, writes the message once; one launch.
 
@@ -63,22 +76,29 @@ def encode(values: Tensor, codec: CodecConfig, *, seed: int = 0, out: Tensor | N
     """
     _require_values(values, codec)
     require_seed(seed)
-    layout = MessageLayout.of(values.shape[1], codec)
+    layout = MessageLayout.of(values.shape[1:].numel(), codec)
     _require_out(out, (values.shape[0], layout.message_bytes), torch.uint8, values)
     if not uses_triton(values):
-        messages = reference.encode_reference(values, codec, seed=seed)
+        messages = reference.encode_reference(
+            values.flatten(1), codec, seed=seed, first_block=first_block, row_blocks=row_blocks
+        )
         return messages if out is None else out.copy_(messages)
     from lightning_taco.codec import kernels
 
-    if values.stride(1) != 1:
+    if values.stride(-1) != 1:
         values = values.contiguous()
     if out is None:
         out = values.new_empty(values.shape[0], layout.message_bytes, dtype=torch.uint8)
-    return kernels.encode_triton(values, codec, out, seed=seed)
+    return kernels.encode_triton(values, codec, out, seed=seed, first_block=first_block, row_blocks=row_blocks)
 
 
 def decode(
-    messages: Tensor, codec: CodecConfig, num_values: int, dtype: torch.dtype, *, out: Tensor | None = None
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode each row of `messages`.
 
@@ -87,10 +107,10 @@ def decode(
         codec: the one that encoded them.
         num_values: N, values in each message.
         dtype: bf16, fp16 or fp32; sums and scales are fp32 whatever it is.
-        out: ``[R, N]`` of `dtype` with contiguous rows, to write to.
+        out: ``[R, N]`` of `dtype` with contiguous rows, to write to; or ``[R, S, L]``, as for `encode`.
 
     Returns:
-        ``[R, N]`` of `dtype`. A block that held a NaN or an Inf is NaN.
+        ``[R, N]`` of `dtype`, or `out`. A block that held a NaN or an Inf is NaN.
 
     Raises:
         TypeError: for another dtype, or an element that is still ``"auto"``.
@@ -100,10 +120,10 @@ def decode(
     """
     _require_messages(messages, codec, num_values)
     require_value_dtype("decoded values", dtype)
-    _require_out(out, (messages.shape[0], num_values), dtype, messages, may_have_gaps=True)
+    _require_rows_out(out, (messages.shape[0], num_values), dtype, messages, codec)
     if not uses_triton(messages):
         values = reference.decode_reference(messages, codec, num_values, dtype)
-        return values if out is None else out.copy_(values)
+        return values if out is None else out.copy_(values.view(out.shape))
     from lightning_taco.codec import kernels
 
     if out is None:
@@ -167,6 +187,7 @@ def requantize(
     *,
     average: bool = False,
     seed: int = 0,
+    first_block: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """The message of the sum of `messages`: decode, add in fp32 in row order, quantise; all in the rotated domain.
@@ -177,6 +198,7 @@ def requantize(
         num_values: N, values in each message.
         average: multiply the sum by 1/S, in fp32.
         seed: of stochastic rounding, as for `encode`.
+        first_block: as for `encode`.
         out: ``uint8 [1, message_bytes]`` to write to.
 
     Returns:
@@ -196,20 +218,25 @@ def requantize(
     require_seed(seed)
     _require_out(out, (1, messages.shape[1]), torch.uint8, messages)
     if not uses_triton(messages):
-        message = reference.requantize_reference(messages, codec, num_values, average=average, seed=seed)
+        message = reference.requantize_reference(
+            messages, codec, num_values, average=average, seed=seed, first_block=first_block
+        )
         return message if out is None else out.copy_(message)
     from lightning_taco.codec import kernels
 
     if out is None:
         out = messages.new_empty(1, messages.shape[1])
-    return kernels.requantize_triton(messages, codec, num_values, out, average=average, seed=seed)
+    return kernels.requantize_triton(
+        messages, codec, num_values, out, average=average, seed=seed, first_block=first_block
+    )
 
 
 def _require_values(values: Tensor, codec: CodecConfig) -> None:
     require_resolved(codec)
     require_value_dtype("values", values.dtype)
-    if values.dim() != 2:
+    if values.dim() not in (2, 3):
         raise ValueError(f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message.")
+    _require_whole_segments("values", values, codec)
 
 
 def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
@@ -229,6 +256,25 @@ def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> 
 def _require_sources(messages: Tensor) -> None:
     if messages.shape[0] == 0:
         raise ValueError("there is no message to sum; at least one row is needed.")
+
+
+def _require_whole_segments(what: str, values: Tensor, codec: CodecConfig) -> None:
+    if values.dim() == 3 and values.shape[1] > 1 and values.shape[2] % codec.block_size:
+        raise ValueError(
+            f"{what} have segments of {values.shape[2]} values, which cut blocks of {codec.block_size}; "
+            "pass values.flatten(1)."
+        )
+
+
+def _require_rows_out(
+    out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, like: Tensor, codec: CodecConfig
+) -> None:
+    """As `_require_out`, for rows that may have gaps and lie in segments."""
+    if out is None or out.dim() != 3:
+        return _require_out(out, shape, dtype, like, may_have_gaps=True)
+    _require_whole_segments("out", out, codec)
+    given = (shape[0], out.shape[1], shape[1] // max(1, out.shape[1]))
+    return _require_out(out, given, dtype, like, may_have_gaps=True)
 
 
 def _require_out(

@@ -17,6 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEFAULT_WARPS = THREADS_PER_PROGRAM // 32
 # A seed that is 1, or a multiple of 16, would have a kernel of its own compiled, in the middle of a run.
 SEEDS = ["seed_low", "seed_high"]
+NUMBERING = ["first_block", "row_blocks"]
 # What Triton has compiled, by all that it compiles for. Its own way from a call to its compiled kernel reads every
 # argument and compares every global constant anew: tens of microseconds of the host's time.
 _compiled: dict[tuple[Any, ...], Any] = {}

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
+from lightning_taco.codec.kernel_launch import NUMBERING, SEEDS, constants_of, grid_of, launch, seed_halves
 from lightning_taco.codec.kernels_numbers import (
     added,
     from_code,
@@ -201,38 +201,73 @@ def store_message(
     C: tl.constexpr,
 ):
     """Quantise the tile, and write its codes and scales."""
+    codes, scale_inv, alpha = quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C)
+    _write(codes, scale_inv, alpha, message, blocks, num_blocks, C)
+
+
+@triton.jit
+def quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C: tl.constexpr):
+    """The codes of the tile, parts of [tile, width], and scale_inv and alpha, fp32 [tile], as a message holds them."""
     PARTS: tl.constexpr = C.parts
     scale, scale_inv, finite, usable = _scales(parts, C)
-    valid = blocks < num_blocks
     noise = ()
     if C.is_stochastic:
         noise = random_parts(first_block + blocks, seed_low, seed_high, C)
     codes = ()
     for part in tl.static_range(PARTS):
-        quantized = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
-        if C.is_stochastic:
-            codes = codes + (to_code(quantized, noise[part], C),)
+        values = tl.where(usable[:, None], parts[part] * scale[:, None], 0.0)
+        if C.is_stochastic:  # noqa: SIM108  noise is empty otherwise
+            codes = codes + (to_code(values, noise[part], C),)
         else:
-            codes = codes + (to_code(quantized, 0, C),)
-    store_codes(message, codes, blocks, valid, num_blocks, C)
+            codes = codes + (to_code(values, 0, C),)
     if C.is_fine:
         # Chosen anew: of a product with NaN devices make NaNs of other bits.
         scale_inv = tl.where(finite, scale_inv * power, float("nan"))
-    tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
-    if C.is_dual:
-        flat_alpha = tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)
-        tl.store(_alpha_pointers(message, blocks, num_blocks, C), flat_alpha, mask=valid)
+    return codes, scale_inv, tl.where(finite, tl.reshape(alpha, (C.tile,)), 1.0)
 
 
 @triton.jit
-def _store_fine_message(parts, message, blocks, first_block, num_blocks, seed_low, seed_high, C: tl.constexpr):
-    """Equalise and rotate the values as they are to be sent, and store them."""
+def _write(codes, scale_inv, alpha, message, blocks, num_blocks, C: tl.constexpr):
+    valid = blocks < num_blocks
+    store_codes(message, codes, blocks, valid, num_blocks, C)
+    tl.store(_scale_pointers(message, blocks, num_blocks, C), scale_inv, mask=valid)
+    if C.is_dual:
+        tl.store(_alpha_pointers(message, blocks, num_blocks, C), alpha, mask=valid)
+
+
+@triton.jit
+def _store_copies(
+    parts,
+    alpha,
+    messages,  # uint8, or int64: addresses
+    row,
+    offset_bytes,
+    blocks,
+    first_block,
+    num_blocks,
+    seed_low,
+    seed_high,
+    NUM_COPIES: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Quantise the tile, in the domain that is quantised or, for fine scales, before it, and write each copy of it."""
+    factors = ()
+    power = tl.full([C.tile], 1.0, tl.float32)
+    if C.is_fine:
+        parts, factors, exponent = _equalize(parts, C)
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+    codes, scale_inv, alpha = quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C)
+    for copy in tl.static_range(NUM_COPIES):
+        message = _message_at(messages, row * NUM_COPIES + copy, offset_bytes, num_blocks, C)
+        _write(codes, scale_inv, alpha, message, blocks, num_blocks, C)
+        if C.is_fine:
+            _write_factors(factors, message, blocks, num_blocks, C)
+
+
+@triton.jit
+def _write_factors(factor_bits, message, blocks, num_blocks, C: tl.constexpr):
     SUB_BLOCKS: tl.constexpr = C.block_size // _SUB_BLOCK
-    equalized, factor_bits, exponent = _equalize(parts, C)
-    rotated = hadamard(scaled(equalized, 1.0 / C.block_size, C), C)
-    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-    power = (exponent << 23).to(tl.float32, bitcast=True)
-    store_message(rotated, alpha, power, message, blocks, first_block, num_blocks, seed_low, seed_high, C)
     for sub_block in tl.static_range(SUB_BLOCKS):
         pointers = _factor_pointers(message, blocks, num_blocks, sub_block, C)
         factor = (factor_bits[sub_block] - _FINE_LOWEST).to(tl.uint8)
@@ -263,40 +298,84 @@ def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
-    total = load_blocks(messages, blocks, num_blocks, C)
+def _message_at(messages, index, offset_bytes, num_blocks, C: tl.constexpr):
+    """Where to write message `index`: behind those before it, or, at `offset_bytes`, in the buffer of a table."""
+    if messages.dtype.element_ty == tl.int64:
+        address = tl.multiple_of(tl.load(messages + index) + tl.cast(offset_bytes, tl.int64), 16)
+        return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+    else:
+        return messages + index * _message_bytes(num_blocks, C)
+
+
+@triton.jit
+def _sum(
+    messages,
+    first,  # the first of them
+    blocks,
+    num_blocks,
+    factor,
+    NUM_SOURCES: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    C: tl.constexpr,
+):
+    message = messages + first * _message_bytes(num_blocks, C)
+    total = load_blocks(message, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
-        messages += _message_bytes(num_blocks, C)
-        total = added(total, load_blocks(messages, blocks, num_blocks, C), C)
+        message += _message_bytes(num_blocks, C)
+        total = added(total, load_blocks(message, blocks, num_blocks, C), C)
     if AVERAGE:
         total = scaled(total, factor, C)
     return total
 
 
-@triton.jit(do_not_specialize=SEEDS)
-def encode_kernel(values_ptr, messages_ptr, num_values, row_stride, seed_low, seed_high, C: tl.constexpr):
+@triton.jit
+def _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED: tl.constexpr, C: tl.constexpr):
+    """Where the values of each block begin, int64 [tile, 1], in a row that is whole or of segments of whole blocks."""
+    first = blocks * C.block_size
+    if SEGMENTED:
+        first += first // segment * (tl.cast(segment_stride, tl.int64) - segment)
+    return (row * row_stride + first)[:, None]
+
+
+@triton.jit(do_not_specialize=[*SEEDS, *NUMBERING])
+def encode_kernel(
+    values_ptr,
+    messages_ptr,  # uint8, or int64: addresses, NUM_COPIES for each row
+    num_values,
+    row_stride,
+    segment,
+    segment_stride,
+    offset_bytes,
+    seed_low,
+    seed_high,
+    first_block,
+    row_blocks,
+    NUM_COPIES: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    C: tl.constexpr,
+):
     """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): tile i of row r."""
     PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
+    places = _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED, C)
     parts = ()
     for part in tl.static_range(PARTS):
-        place = offsets + part * C.width
-        values = tl.load(values_ptr + row * row_stride + place, mask=place < num_values, other=0.0)
+        within = part * C.width + tl.arange(0, C.width)[None, :]
+        mask = blocks[:, None] * C.block_size + within < num_values
+        values = tl.load(values_ptr + places + within, mask=mask, other=0.0)
         parts = parts + (values.to(tl.float32),)
-    message = messages_ptr + row * _message_bytes(num_blocks, C)
-    if C.is_fine:
-        _store_fine_message(parts, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
-    else:
-        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-        if C.is_dual:
-            alpha = _alpha(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)
-            parts = scaled(parts, alpha, C)
-        if C.is_rotated:
-            parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
-        store_message(parts, alpha, 1.0, message, blocks, row * num_blocks, num_blocks, seed_low, seed_high, C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    if C.is_dual:
+        alpha = _alpha(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)
+        parts = scaled(parts, alpha, C)
+    if C.is_rotated and not C.is_fine:
+        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+    number = tl.cast(first_block, tl.int64) + row * row_blocks
+    _store_copies(
+        parts, alpha, messages_ptr, row, offset_bytes, blocks, number, num_blocks, seed_low, seed_high, NUM_COPIES, C
+    )
 
 
 @triton.jit
@@ -305,9 +384,12 @@ def decode_kernel(
     values_ptr,
     num_values,
     row_stride,
+    segment,
+    segment_stride,
     factor,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
+    SEGMENTED: tl.constexpr,
     C: tl.constexpr,
 ):
     """Row r of messages (the sum of NUM_SOURCES consecutive ones) -> row r of values [R, num_values]."""
@@ -315,25 +397,29 @@ def decode_kernel(
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    messages = messages_ptr + row * NUM_SOURCES * _message_bytes(num_blocks, C)
-    total = _sum(messages, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    total = _sum(messages_ptr, row * NUM_SOURCES, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
         total = hadamard(total, C)
     rounded = ()
     for part in tl.static_range(PARTS):
         rounded = rounded + (total[part].to(values_ptr.dtype.element_ty),)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
-    tl.store(values_ptr + row * row_stride + offsets, joined(rounded, C.parts, C), mask=offsets < num_values)
+    within = tl.arange(0, C.block_size)[None, :]
+    places = _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED, C) + within
+    mask = blocks[:, None] * C.block_size + within < num_values
+    tl.store(values_ptr + places, joined(rounded, C.parts, C), mask=mask)
 
 
-@triton.jit(do_not_specialize=SEEDS)
+@triton.jit(do_not_specialize=[*SEEDS, *NUMBERING])
 def requantize_kernel(
     messages_ptr,
-    message_ptr,
+    message_ptr,  # uint8, or int64: addresses
     num_values,
+    offset_bytes,
     factor,
     seed_low,
     seed_high,
+    first_block,
+    NUM_COPIES: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     AVERAGE: tl.constexpr,
     C: tl.constexpr,
@@ -341,24 +427,41 @@ def requantize_kernel(
     """NUM_SOURCES messages -> the message of their sum; the values stay rotated throughout, but for fine scales."""
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    total = _sum(messages_ptr, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
-    if C.is_fine:
-        _store_fine_message(total, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
-    else:
-        alpha = tl.full([C.tile, 1], 1.0, tl.float32)
-        if C.is_dual:
-            alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
-            total = scaled(total, alpha, C)
-        store_message(total, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
+    total = _sum(messages_ptr, 0, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
+    alpha = tl.full([C.tile, 1], 1.0, tl.float32)
+    if C.is_dual:
+        alpha = _alpha(sum_of_squares(total, 0, C.parts, C), C)
+        total = scaled(total, alpha, C)
+    number = tl.cast(first_block, tl.int64)
+    _store_copies(
+        total, alpha, message_ptr, 0, offset_bytes, blocks, number, num_blocks, seed_low, seed_high, NUM_COPIES, C
+    )
 
 
-def encode_triton(values: Tensor, codec: CodecConfig, messages: Tensor, *, seed: int = 0) -> Tensor:
-    """`encode_reference` in one launch; `values` ``[R, N]`` with contiguous rows, into `messages`."""
-    num_rows, num_values = values.shape
+def encode_triton(
+    values: Tensor,
+    codec: CodecConfig,
+    messages: Tensor,
+    seed: int = 0,
+    first_block: int = 0,
+    row_blocks: int | None = None,
+    *,
+    offset_bytes: int = 0,
+) -> Tensor:
+    """`encode_reference` in one launch; `values` ``[R, N]`` or ``[R, segments, L]``.
+
+    `messages` is ``uint8 [R, message_bytes]``, or ``int64 [R * copies]``: addresses of buffers, to each of which its
+    row's message is written, `offset_bytes` from its start.
+    """
+    num_rows, num_values = values.shape[0], values.shape[1:].numel()
     if num_values and num_rows:
         constants = constants_of(codec, values.device)
-        arguments = (values, messages, num_values, values.stride(0), *seed_halves(seed))
-        launch(encode_kernel, grid_of(num_values, constants, num_rows), arguments, (constants,))
+        if row_blocks is None:
+            row_blocks = -(-num_values // constants.block_size)
+        places, is_segmented = _places(values)
+        arguments = (values, messages, num_values, *places, offset_bytes, *seed_halves(seed), first_block, row_blocks)
+        fixed = (messages.shape[0] // num_rows, is_segmented, constants)
+        launch(encode_kernel, grid_of(num_values, constants, num_rows), arguments, fixed)
     return messages
 
 
@@ -371,23 +474,41 @@ def decode_triton(
     average: bool = False,
     factor: float | None = None,
 ) -> Tensor:
-    """Decode and sum each `num_sources` rows of `messages` into one row of `values` ``[R, N]``, in one launch."""
+    """Decode and sum each `num_sources` messages into a row of `values`, ``[R, N]`` or ``[R, segments, L]``."""
     factor = 1.0 / num_sources if average else factor
-    num_rows, num_values = values.shape
+    num_rows, num_values = values.shape[0], values.shape[1:].numel()
     if num_values and num_rows:
         constants = constants_of(codec, values.device)
-        arguments = (messages, values, num_values, values.stride(0), 1.0 if factor is None else factor)
-        fixed = (num_sources, factor is not None, constants)
+        places, is_segmented = _places(values)
+        arguments = (messages, values, num_values, *places, 1.0 if factor is None else factor)
+        fixed = (num_sources, factor is not None, is_segmented, constants)
         launch(decode_kernel, grid_of(num_values, constants, num_rows), arguments, fixed)
     return values
 
 
 def requantize_triton(
-    messages: Tensor, codec: CodecConfig, num_values: int, message: Tensor, *, average: bool = False, seed: int = 0
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    message: Tensor,
+    *,
+    average: bool = False,
+    seed: int = 0,
+    first_block: int = 0,
+    offset_bytes: int = 0,
 ) -> Tensor:
-    """`requantize_reference` in one launch, into `message` ``uint8 [1, message_bytes]``."""
+    """`requantize_reference` in one launch, into `message`, ``uint8 [1, message_bytes]`` or addresses as above."""
     if num_values:
         constants, num_sources = constants_of(codec, messages.device), messages.shape[0]
-        arguments = (messages, message, num_values, 1.0 / num_sources, *seed_halves(seed))
-        launch(requantize_kernel, grid_of(num_values, constants, 1), arguments, (num_sources, average, constants))
+        arguments = (messages, message, num_values, offset_bytes, 1.0 / num_sources, *seed_halves(seed), first_block)
+        fixed = (message.shape[0], num_sources, average, constants)
+        launch(requantize_kernel, grid_of(num_values, constants, 1), arguments, fixed)
     return message
+
+
+def _places(values: Tensor) -> tuple[tuple[int, int, int], bool]:
+    """Strides of rows, sizes and strides of segments, and whether there are any."""
+    if values.dim() == 3 and values.shape[1] > 1:
+        return (values.stride(0), values.shape[2], values.stride(1)), True
+    num_values = values.shape[1:].numel()
+    return (values.stride(0), num_values, num_values), False

@@ -29,7 +29,7 @@ def recode_sum_reference(
         total = total + _decode_to_sum_domain(source, codec, num_values)
     if factor is not None:
         total = total * factor
-    return _message(total, None, MessageLayout.of(num_values, out_codec), out_codec, seed)
+    return _message(total, None, MessageLayout.of(num_values, out_codec), out_codec, (seed, 0, None))
 
 
 def accumulate_reference(message: Tensor, values: Tensor, codec: CodecConfig, *, seed: int = 0) -> Tensor:
@@ -41,4 +41,4 @@ def accumulate_reference(message: Tensor, values: Tensor, codec: CodecConfig, *,
     blocks = padded.view(1, layout.num_blocks, codec.block_size)
     if codec.rotation:
         blocks = hadamard_transform_reference(blocks * (1.0 / codec.block_size))
-    return _message(_decode_to_sum_domain(message, codec, num_values) + blocks, None, layout, codec, seed)
+    return _message(_decode_to_sum_domain(message, codec, num_values) + blocks, None, layout, codec, (seed, 0, None))

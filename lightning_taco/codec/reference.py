@@ -57,6 +57,10 @@ FINE_LOWEST, FINE_HIGHEST = (127 - 20) << 3, (127 + 3) << 3
 SMALLEST_EXPONENT = 127 - 110
 
 
+Numbering = tuple[int, int, int | None]
+"""Seed, first block and blocks from row to row, as `rounding.random_bits` has them."""
+
+
 def hadamard_transform_reference(blocks: Tensor) -> Tensor:
     """Multiply the last dim by the unnormalised Sylvester Hadamard matrix: adjacent pairs first, then pairs of pairs.
 
@@ -73,41 +77,46 @@ def hadamard_transform_reference(blocks: Tensor) -> Tensor:
     return blocks
 
 
-def encode_reference(values: Tensor, codec: CodecConfig, *, seed: int = 0) -> Tensor:
+def encode_reference(
+    values: Tensor, codec: CodecConfig, *, seed: int = 0, first_block: int = 0, row_blocks: int | None = None
+) -> Tensor:
     """Encode each row of `values`.
 
     Args:
         values: bf16, fp16 or fp32, ``[R, N]``.
         codec: with its element resolved.
         seed: of stochastic rounding, from 0 to 2^62 - 1.
+        first_block: as for `encode`.
+        row_blocks: as for `encode`.
 
     Returns:
         ``uint8 [R, message_bytes]``.
     """
+    numbering = (seed, first_block, row_blocks)
     num_rows, num_values = values.shape
     layout = MessageLayout.of(num_values, codec)
     padded = torch.zeros(num_rows, layout.num_blocks * codec.block_size, dtype=torch.float32, device=values.device)
     padded[:, :num_values] = values
     blocks = padded.view(num_rows, layout.num_blocks, codec.block_size)
-    return _encode_blocks(blocks, layout, codec, seed)
+    return _encode_blocks(blocks, layout, codec, numbering)
 
 
-def _encode_blocks(blocks: Tensor, layout: MessageLayout, codec: CodecConfig, seed: int) -> Tensor:
+def _encode_blocks(blocks: Tensor, layout: MessageLayout, codec: CodecConfig, numbering: Numbering) -> Tensor:
     if codec.scale_mode == "fine":
-        return _encode_fine(blocks, layout, codec, seed)
+        return _encode_fine(blocks, layout, codec, numbering)
     alpha = None
     if codec.scale_mode == "dual":
         alpha = _alpha(_pairwise_sum(blocks * blocks) / codec.block_size, CODE_MAX[codec.element])
         blocks = blocks * alpha
     if codec.rotation:
         blocks = hadamard_transform_reference(blocks * (1.0 / codec.block_size))
-    return _message(blocks, alpha, layout, codec, seed)
+    return _message(blocks, alpha, layout, codec, numbering)
 
 
-def _encode_fine(blocks: Tensor, layout: MessageLayout, codec: CodecConfig, seed: int) -> Tensor:
+def _encode_fine(blocks: Tensor, layout: MessageLayout, codec: CodecConfig, numbering: Numbering) -> Tensor:
     equalized, factors, power = _equalize(blocks)
     rotated = hadamard_transform_reference(equalized * (1.0 / codec.block_size))
-    messages = _message(rotated, None, layout, codec, seed)
+    messages = _message(rotated, None, layout, codec, numbering)
     scales = _scales(messages, layout.scale_offset_bytes, layout)
     scales.copy_(scales * power.squeeze(-1))
     _fine_factors(messages, layout, codec).copy_(factors)
@@ -135,7 +144,13 @@ def decode_sum_reference(
 
 
 def requantize_reference(
-    messages: Tensor, codec: CodecConfig, num_values: int, *, average: bool = False, seed: int = 0
+    messages: Tensor,
+    codec: CodecConfig,
+    num_values: int,
+    *,
+    average: bool = False,
+    seed: int = 0,
+    first_block: int = 0,
 ) -> Tensor:
     """The message of the sum of `messages`: decode, add and quantise again; rotated throughout, but for fine scales.
 
@@ -144,20 +159,23 @@ def requantize_reference(
         codec: with its element resolved.
         num_values: values in one message.
         average: divide the sum by S.
+        seed: of stochastic rounding.
+        first_block: as for `encode`.
 
     Returns:
         ``uint8 [1, message_bytes]``.
     """
+    numbering = (seed, first_block, None)
     total = _sum(messages, codec, num_values, 1.0 / messages.shape[0] if average else None)
     layout = MessageLayout.of(num_values, codec)
     if codec.scale_mode == "fine":
-        return _encode_fine(total, layout, codec, seed)
+        return _encode_fine(total, layout, codec, numbering)
     alpha = None
     if codec.scale_mode == "dual":
         # The energy of b is that of y = H b / G times G^2 / G, so its mean is the sum of y^2.
         alpha = _alpha(_pairwise_sum(total * total), CODE_MAX[codec.element])
         total = total * alpha
-    return _message(total, alpha, layout, codec, seed)
+    return _message(total, alpha, layout, codec, numbering)
 
 
 def _alpha(mean_energy: Tensor, code_max: float) -> Tensor:
@@ -202,7 +220,9 @@ def _power_of_two(biased_exponent: Tensor) -> Tensor:
     return (biased_exponent.to(torch.int32) << 23).view(torch.float32)
 
 
-def _message(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: CodecConfig, seed: int) -> Tensor:
+def _message(
+    blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec: CodecConfig, numbering: Numbering
+) -> Tensor:
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     finite = torch.isfinite(amax)
     usable = finite & (amax >= SMALLEST_AMAX)
@@ -210,7 +230,7 @@ def _message(blocks: Tensor, alpha: Tensor | None, layout: MessageLayout, codec:
     scale_inv = torch.where(finite, torch.where(usable, scale_inv, 0.0), torch.nan)
     quantized = torch.where(usable, blocks * torch.where(usable, scale, 0.0), 0.0)
     messages = torch.zeros(blocks.shape[0], layout.message_bytes, dtype=torch.uint8, device=blocks.device)
-    planes = pack(round_to_codes(quantized, codec, seed), codec)
+    planes = pack(round_to_codes(quantized, codec, *numbering), codec)
     messages[:, : planes.shape[1]] = planes
     _scales(messages, layout.scale_offset_bytes, layout).copy_(scale_inv.squeeze(-1))
     if alpha is not None:

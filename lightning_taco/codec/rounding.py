@@ -27,9 +27,13 @@ MASK_32 = 0xFFFFFFFF
 _FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def round_to_codes(quantized: Tensor, codec: CodecConfig, seed: int) -> Tensor:
+def round_to_codes(
+    quantized: Tensor, codec: CodecConfig, seed: int, first_block: int = 0, row_blocks: int | None = None
+) -> Tensor:
     """fp32 ``[R, num_blocks, block]`` within the format's range -> one ``uint8`` code a value, not packed."""
-    noise = random_bits(quantized.shape, seed, quantized.device) if codec.rounding == "stochastic" else None
+    noise = None
+    if codec.rounding == "stochastic":
+        noise = random_bits(quantized.shape, seed, quantized.device, first_block, row_blocks)
     if codec.element in FLOAT_FORMATS:
         if noise is None and codec.element in FLOAT_DTYPES:
             return quantized.to(FLOAT_DTYPES[codec.element]).view(torch.uint8)
@@ -111,16 +115,21 @@ def unpack_plane(values: Tensor, width: int) -> Tensor:
     return values
 
 
-def random_bits(shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+def random_bits(
+    shape: torch.Size, seed: int, device: torch.device, first_block: int = 0, row_blocks: int | None = None
+) -> Tensor:
     """16 random bits for each of ``[R, num_blocks, block]`` values, as int64: a function of position and seed only.
 
     Two values half a block apart share the 32 bits of one hash, of a key of their block and their place in it.
 
     Args:
         seed: from 0 to 2^62 - 1; its two halves of 31 bits go in at two places.
+        first_block: number of the first block of the first row.
+        row_blocks: numbers from the first block of a row to that of the next; left out, as many as it has blocks.
     """
     num_rows, num_blocks, block_size = shape
-    blocks = torch.arange(num_rows * num_blocks, device=device).view(num_rows, num_blocks, 1)
+    rows = torch.arange(num_rows, device=device) * (num_blocks if row_blocks is None else row_blocks)
+    blocks = first_block + rows.view(-1, 1, 1) + torch.arange(num_blocks, device=device).view(1, -1, 1)
     low, high = blocks & MASK_32, blocks >> 32
     key = _mix((_mix(low ^ (seed & 0x7FFFFFFF)) + high + (seed >> 31)) & MASK_32)
     places = torch.arange(block_size // 2, device=device) * PLACE_FACTOR

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.collectives.algorithms import KINDS, Algorithm, MeasuredKind, algorithms_of, exchange
+from lightning_taco.collectives.algorithms import KINDS, Algorithm, MeasuredKind, algorithms_of, exchange, overlaps
 from lightning_taco.collectives.break_even import Timing
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import Kind
 from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
@@ -97,6 +98,7 @@ class RankGroup:
         replicas: the ranks at this rank's place of other groups that measure at the same time and are to come to the
             same result; ``None`` when there are none.
         hierarchy: of a group that spans hosts; ``None`` for one that does not.
+        memory: what the ranks have mapped of each other; ``None`` where they have not.
         clock: seconds.
     """
 
@@ -104,6 +106,7 @@ class RankGroup:
     device: torch.device
     replicas: dist.ProcessGroup | None = None
     hierarchy: Hierarchy | None = None
+    memory: PeerMemory | None = None
     clock: Clock = time.perf_counter
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -116,7 +119,13 @@ class RankGroup:
 
     def algorithms(self, kind: Kind) -> tuple[Algorithm, ...]:
         """Those that these ranks can exchange by."""
-        return algorithms_of(kind, self.group.size(), self.hierarchy is not None)
+        return algorithms_of(
+            kind,
+            self.group.size(),
+            self.hierarchy is not None,
+            overlaps=overlaps(self.group),
+            has_peer_memory=self.memory is not None,
+        )
 
     def meet(self) -> None:
         """Wait for all ranks, and for the device."""
@@ -213,7 +222,9 @@ def stock_call(kind: Kind, tensor: Tensor, group: dist.ProcessGroup) -> Call:
 
 def compressed_call(kind: Kind, tensor: Tensor, codec: CodecConfig, ranks: RankGroup, algorithm: Algorithm) -> Call:
     """Our exchange by `algorithm`; with sorted channels if the codec has them."""
-    run = functools.partial(exchange, kind, group=ranks.group, algorithm=algorithm, ranks=ranks.hierarchy, dim=1)
+    run = functools.partial(
+        exchange, kind, group=ranks.group, algorithm=algorithm, ranks=ranks.hierarchy, memory=ranks.memory, dim=1
+    )
     if codec.reshape == "calibrated" and kind != "all_to_all":  # of its two dims one is that of the channels
         plain = replace(codec, reshape="natural")
         order = torch.arange(tensor.shape[-1], device=tensor.device).flip(0)  # its own inverse

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_taco.collectives.transport import Transport
+from lightning_taco.codec.addressed import AddressedMessages
+from lightning_taco.collectives.transport import Messages, Pending, Transport
 
 Part = Literal["codec", "communication", "aside"]
 Arguments = ParamSpec("Arguments")
@@ -162,11 +163,25 @@ class _TimedTransport:
     def world_size(self) -> int:
         return self.transport.world_size
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
-        return timed("communication", self.transport.all_to_all)(messages)
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
+        return self.transport.message_buffer(num_rows, message_bytes)
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        return timed("communication", self.transport.all_gather)(message)
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        return self.transport.receiving(is_async)
+
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
+        return _TimedPending(timed("communication", self.transport.start_all_to_all)(messages, is_async))
+
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
+        return _TimedPending(timed("communication", self.transport.start_all_gather)(message, is_async))
+
+
+@dataclass(frozen=True)
+class _TimedPending:
+    pending: Pending
+
+    def wait(self) -> Tensor:
+        return timed("communication", self.pending.wait)()
 
 
 def _seconds(start: _Mark, end: _Mark) -> float:

@@ -34,6 +34,7 @@ class Topology:
         dtype: of the values that were exchanged.
         versions: of torch and NCCL.
         network: variables of the environment that choose links, such as ``NCCL_P2P_DISABLE=1``.
+        has_peer_memory: whether the ranks have mapped each other's memory.
     """
 
     machine: str
@@ -44,9 +45,10 @@ class Topology:
     dtype: str
     versions: str
     network: str
+    has_peer_memory: bool = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Topology:
+    def of(cls, group: dist.ProcessGroup, device: torch.device, has_peer_memory: bool = False) -> Topology:
         """That of `group`, the same on all its ranks; `device` is this rank's. One gathering of short texts."""
         gathered: list[Any] = [None] * group.size()
         own = (platform.node(), device_name(device), _versions(device), _network(os.environ))
@@ -62,6 +64,7 @@ class Topology:
             dtype=str(measuring_dtype(device)).removeprefix("torch."),
             versions=_together(versions),
             network=_together(networks),
+            has_peer_memory=has_peer_memory,
         )
 
     @classmethod
@@ -82,7 +85,13 @@ class Topology:
 
     def algorithms(self, kind: MeasuredKind) -> tuple[Algorithm, ...]:
         """Those that such a group can exchange by."""
-        return algorithms_of(kind, self.num_ranks, host_size(self.layout.split()) is not None)
+        return algorithms_of(
+            kind,
+            self.num_ranks,
+            host_size(self.layout.split()) is not None,
+            overlaps="nccl" in self.backend,
+            has_peer_memory=self.has_peer_memory,
+        )
 
     def difference(self, other: Topology) -> str | None:
         """In what `other` differs, in words; ``None`` where it does not."""
@@ -92,7 +101,10 @@ class Topology:
 
     def __str__(self) -> str:
         network = f", {self.network}" if self.network else ""
-        return f"{self.num_ranks} ranks, {self.backend} on {self.device}, {self.dtype}, {self.versions}{network}"
+        memory = ", mapped memory" if self.has_peer_memory else ""
+        return (
+            f"{self.num_ranks} ranks, {self.backend} on {self.device}{memory}, {self.dtype}, {self.versions}{network}"
+        )
 
 
 def device_name(device: torch.device) -> str:

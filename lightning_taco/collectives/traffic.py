@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from lightning_taco.codec import MessageLayout
 from lightning_taco.config import CodecConfig
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
 Direction = Literal["forward", "backward"]
 
 

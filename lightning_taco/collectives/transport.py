@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
+from lightning_taco.codec.addressed import AddressedMessages
+
+Messages = Tensor | AddressedMessages
+"""Rows of bytes, or where they have been written."""
+
+
+class Pending(Protocol):
+    """Messages that are on their way."""
+
+    def wait(self) -> Tensor:
+        """Them, once the current stream has them."""
+        ...
 
 
 class Transport(Protocol):
@@ -25,13 +38,39 @@ class Transport(Protocol):
         """Ranks in the group."""
         ...
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
-        """Send row p of ``[P, M]`` to rank p; row p of the result came from rank p."""
+    def message_buffer(self, num_rows: int, message_bytes: int) -> AddressedMessages | None:
+        """Where messages are to be written that are sent next, one to all or one to each; ``None`` for anywhere."""
         ...
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        """Send ``[1, M]`` to every rank; ``[P, M]`` in rank order, the own message among them."""
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        """Around the decoding of what was sent, and only that; with `is_async` it may run beside the sending."""
         ...
+
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
+        """Send row p of ``[P, M]`` to rank p; row p of what arrives came from rank p.
+
+        With `is_async` the current stream does not wait for it before `Pending.wait`.
+        """
+        ...
+
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
+        """Send ``[1, M]`` to every rank; ``[P, M]`` arrives, in rank order, the own message among them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Messages of an exchange of a process group."""
+
+    messages: Tensor
+    work: dist.Work | None
+    """``None`` for an exchange that is in the order of the current stream."""
+
+    def wait(self) -> Tensor:
+        """Them, once the current stream has them."""
+        if self.work is not None:
+            self.work.wait()
+        return self.messages
 
 
 @dataclass(frozen=True)
@@ -60,22 +99,38 @@ class ProcessGroupTransport:
         """Ranks in the group."""
         return self.group.size()
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
-        """Send row p of ``[P, M]`` to rank p; row p of the result came from rank p."""
+    def message_buffer(self, num_rows: int, message_bytes: int) -> None:
+        """Anywhere."""
+
+    def receiving(self, is_async: bool) -> AbstractContextManager[None]:
+        """The process group sends on a stream of its own, so decoding stays where it is."""
+        return nullcontext()
+
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
+        """As in `Transport`."""
+        assert isinstance(messages, Tensor)
+        received = torch.empty_like(messages)
         if self.pairs_gather and self.world_size == 2:
-            return self._swap(messages)
-        received = torch.empty_like(messages)
-        dist.all_to_all_single(received, messages, group=self.group)
-        return received
+            others = messages.narrow(0, 1 - self.rank, 1)
+            work = _compat.all_gather_single(received, others, group=self.group, async_op=is_async)
+            return _Swapped(received, work, messages, self.rank)
+        return Arriving(received, dist.all_to_all_single(received, messages, group=self.group, async_op=is_async))
 
-    def all_gather(self, message: Tensor) -> Tensor:
-        """Send ``[1, M]`` to every rank; ``[P, M]`` in rank order, the own message among them."""
+    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
+        """As in `Transport`."""
+        assert isinstance(message, Tensor)
         received = message.new_empty(self.world_size, message.shape[1])
-        _compat.all_gather_single(received, message, group=self.group)
-        return received
+        return Arriving(received, _compat.all_gather_single(received, message, group=self.group, async_op=is_async))
 
-    def _swap(self, messages: Tensor) -> Tensor:
-        received = torch.empty_like(messages)
-        _compat.all_gather_single(received, messages.narrow(0, 1 - self.rank, 1), group=self.group)
-        received[self.rank] = messages[self.rank]
+
+@dataclass(frozen=True)
+class _Swapped(Arriving):
+    """The rows of two ranks that were meant for the other: in place of the own one has come the other's of it."""
+
+    sent: Tensor
+    rank: int
+
+    def wait(self) -> Tensor:
+        received = super().wait()
+        received[self.rank] = self.sent[self.rank]
         return received

@@ -20,6 +20,7 @@ from lightning_taco.collectives.algorithms import Algorithm, sent_bytes
 from lightning_taco.collectives.algorithms import exchange as run_exchange
 from lightning_taco.collectives.break_even import BreakEven
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import (
     Direction,
     Kind,
@@ -71,8 +72,10 @@ class Exchange:
         num_shards = num_ranks if self.kind == "all_gather" else 1
         return self.tensor.numel() * self.tensor.element_size() * num_shards
 
-    def run(self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0) -> Tensor:
-        """Exchange the tensor, compressed."""
+    def run(
+        self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0, memory: PeerMemory | None = None
+    ) -> Tensor:
+        """Exchange the tensor, compressed; over `memory` if there is one."""
         return run_exchange(
             self.kind,
             self.tensor,
@@ -80,6 +83,7 @@ class Exchange:
             group,
             algorithm=self.algorithm,
             ranks=self.ranks,
+            memory=memory,
             op=self.op,
             dim=self.dim,
             scatter_dim=self.scatter_dim,
@@ -111,7 +115,9 @@ class CompressionSession:
             have: so a suspended site is measured without harm to the run.
         break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
         hierarchy: of a group that spans hosts, for algorithms that were measured.
+        memory: what the group's GPUs have mapped of each other; ``None`` to go over the process group.
         step: training steps begun; part of the seed of stochastic rounding.
+        microbatch: of the step, which runs now; another part of it.
         channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
 
@@ -135,7 +141,9 @@ class CompressionSession:
         self.trial_observers: list[Observer] = []
         self.break_even = BreakEven.of(())
         self.hierarchy: Hierarchy | None = None
+        self.memory: PeerMemory | None = None
         self.step = 0
+        self.microbatch = 0
         self._inform = inform
         self.channel_orders = self._new_channel_orders()
         self._suspensions = Suspensions()
@@ -190,6 +198,11 @@ class CompressionSession:
             leave_scope(self)
             self._is_training_forward = was_training_forward
 
+    def start_microbatch(self, index: int) -> None:
+        """Say which micro-batch of a step runs from now on, where a step has several (pipeline parallelism)."""
+        self.microbatch = index
+        self.sites.start_step()
+
     def exchange(self, exchange: Exchange, stock: Callable[[], Tensor]) -> Tensor:
         """Run `exchange` compressed, or `stock` where that is not meant; either way it is counted."""
         site = self.sites.current()
@@ -209,7 +222,7 @@ class CompressionSession:
             self.observe_suspended(exchange, site, codec)
             return stock()
         self.observe(exchange, site, codec)
-        result = exchange.run(codec, self.group, self.seed(exchange.kind, site))
+        result = exchange.run(codec, self.group, self.seed(exchange.kind, site), self.memory)
         return result if order is None else order.restore(result)
 
     def suspend(self, owner: str, reasons: Mapping[SiteKey | None, str]) -> None:
@@ -249,7 +262,8 @@ class CompressionSession:
 
     def seed(self, kind: Kind, site: Site) -> int:
         """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
-        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}".encode())
+        microbatch = f"/{self.microbatch}" if self.microbatch else ""
+        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}{microbatch}".encode())
         return (place << 30) | (self.step % (1 << 30))
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:

@@ -83,7 +83,7 @@ def exchange_op(
         session.observe_suspended(exchange, site, codec)
         return _compat.stock_exchange(tensor, kind, op, dim, scatter_dim, group)
     session.observe(exchange, site, codec)
-    return exchange.run(codec, group, session.seed(exchange.kind, site))
+    return exchange.run(codec, group, session.seed(exchange.kind, site), session.memory)
 
 
 @exchange_op.register_fake

@@ -53,7 +53,7 @@ def decide(
     Cost: reading a file and two broadcasts; or ten seconds, of which a GPU with a fast link needs two or three.
     """
     codecs = list(dict.fromkeys(codec.resolved(element) for codec in config.codecs))
-    topology = _from_first(Topology.of(ranks.group, ranks.device), ranks)
+    topology = _from_first(Topology.of(ranks.group, ranks.device, ranks.memory is not None), ranks)
     lines: list[str] = []
     if known is None or known.topology != topology:
         known, lines = _from_first(_read(topology, codecs), ranks)

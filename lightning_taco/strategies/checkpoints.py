@@ -16,6 +16,7 @@ from lightning_taco.dtensor.sites import WRAPPER_PREFIXES
 
 COMPRESSION_STATE = "lightning_taco"  # the key of the compression's state in a checkpoint; other strategies ignore it
 DATA_PARALLEL_STATE = "lightning_taco_data_parallel"  # the same of what travels between data-parallel ranks
+PIPELINE_STATE = "lightning_taco_pipeline"  # the same of transfers between stages
 CURRENT_WEIGHTS = "current_model_state"  # what lightning's WeightAveraging calls the weights that are not averaged
 
 
@@ -44,7 +45,7 @@ def add_averaged_weights(checkpoint: dict[str, Any], model: nn.Module, path: Pat
         current = {name: torch.empty_like(value) for name, value in averaged.items()}
         _distributed_checkpoint_load({"state_dict": {CURRENT_WEIGHTS: current}}, path)
     else:
-        current = {name: _distributed_like(averaged[name], checkpoint[CURRENT_WEIGHTS][name]) for name in averaged}
+        current = {name: distributed_like(averaged[name], checkpoint[CURRENT_WEIGHTS][name]) for name in averaged}
     checkpoint["state_dict"] = {names[name]: value for name, value in averaged.items()}
     checkpoint[CURRENT_WEIGHTS] = {names[name]: value for name, value in current.items()}
 
@@ -85,7 +86,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _distributed_like(like: Tensor, whole: Tensor) -> Tensor:
+def distributed_like(like: Tensor, whole: Tensor) -> Tensor:
     """This rank's shard of `whole`, which every rank has, laid out like `like`; without an exchange."""
     whole = whole.to(like.device)
     if not isinstance(like, DTensor):

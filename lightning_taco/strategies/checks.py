@@ -28,7 +28,12 @@ UNEVEN_SEQUENCE_TORCH = (2, 13)  # the first in which a linear takes a DTensor w
 
 
 def check_mesh_sizes(
-    data_parallel_size: int | str, tensor_parallel_size: int | str, world_size: int, *, num_nodes: int = 1
+    data_parallel_size: int | str,
+    tensor_parallel_size: int | str,
+    world_size: int,
+    *,
+    num_nodes: int = 1,
+    pipeline_parallel_size: int = 1,
 ) -> None:
     """Refuse sizes that do not use every process exactly once; runs before any process starts.
 
@@ -37,26 +42,50 @@ def check_mesh_sizes(
         tensor_parallel_size: ranks along the tensor-parallel axis; ``"auto"`` is the number of processes of a node.
         world_size: processes of the run, on all nodes.
         num_nodes: nodes of the run.
+        pipeline_parallel_size: ranks along the pipeline axis.
 
     Raises:
         TypeError: for a size that is neither an integer nor ``"auto"``.
         ValueError: for a size below 1, or a product that is not `world_size`.
     """
-    data = _resolved_size("data_parallel_size", data_parallel_size, num_nodes)
-    tensor = _resolved_size("tensor_parallel_size", tensor_parallel_size, max(1, world_size // num_nodes))
-    if data * tensor == world_size:
+    stages = pipeline_parallel_size
+    data, tensor = resolved_sizes(data_parallel_size, tensor_parallel_size, world_size, num_nodes, stages)
+    if data * stages * tensor == world_size:
         return
-    if world_size % tensor == 0:
-        fix = f"data_parallel_size={world_size // tensor}"
-    elif world_size % data == 0:
-        fix = f"tensor_parallel_size={world_size // data}"
+    if world_size % (stages * tensor) == 0:
+        fix = f"data_parallel_size={world_size // (stages * tensor)}"
+    elif world_size % (stages * data) == 0:
+        fix = f"tensor_parallel_size={world_size // (stages * data)}"
+    elif stages > 1:
+        fix = f"data_parallel_size=1, pipeline_parallel_size=1 and tensor_parallel_size={world_size}"
     else:
         fix = f"data_parallel_size=1 and tensor_parallel_size={world_size}"
+    pipeline = f"pipeline_parallel_size={stages} x " if stages > 1 else ""
     raise ValueError(
-        f"data_parallel_size={data} x tensor_parallel_size={tensor} needs {data * tensor} processes, but this run has "
-        f"{world_size} (num_nodes={num_nodes} x devices={world_size // num_nodes}). Use {fix}, or change devices and "
-        f"num_nodes so that their product is {data * tensor}."
+        f"data_parallel_size={data} x {pipeline}tensor_parallel_size={tensor} needs {data * stages * tensor} "
+        f"processes, but this run has {world_size} (num_nodes={num_nodes} x devices={world_size // num_nodes}). Use "
+        f"{fix}, or change devices and num_nodes so that their product is {data * stages * tensor}."
     )
+
+
+def resolved_sizes(
+    data_parallel_size: int | str,
+    tensor_parallel_size: int | str,
+    world_size: int,
+    num_nodes: int,
+    pipeline_parallel_size: int = 1,
+) -> tuple[int, int]:
+    """The sizes of the data-parallel and the tensor-parallel axis.
+
+    ``"auto"`` is the number of nodes, and the processes of a node, as far as the pipeline's stages leave them.
+
+    Raises:
+        TypeError: for a size that is neither an integer nor ``"auto"``.
+        ValueError: for a size below 1.
+    """
+    data = _resolved_size("data_parallel_size", data_parallel_size, num_nodes)
+    automatic = max(1, world_size // num_nodes // pipeline_parallel_size)
+    return data, _resolved_size("tensor_parallel_size", tensor_parallel_size, automatic)
 
 
 def check_processes(
@@ -64,6 +93,7 @@ def check_processes(
     data_parallel_size: int | str,
     tensor_parallel_size: int | str,
     num_nodes: int,
+    pipeline_parallel_size: int = 1,
 ) -> None:
     """What a strategy can refuse before it starts a process: `check_accelerator` and `check_mesh_sizes`.
 
@@ -72,10 +102,17 @@ def check_processes(
         data_parallel_size: as for `check_mesh_sizes`.
         tensor_parallel_size: as for `check_mesh_sizes`.
         num_nodes: nodes of the run.
+        pipeline_parallel_size: as for `check_mesh_sizes`.
     """
     assert devices, "Lightning gives a strategy its devices before it asks for a launcher"
     check_accelerator(devices[0].type)
-    check_mesh_sizes(data_parallel_size, tensor_parallel_size, num_nodes * len(devices), num_nodes=num_nodes)
+    check_mesh_sizes(
+        data_parallel_size,
+        tensor_parallel_size,
+        num_nodes * len(devices),
+        num_nodes=num_nodes,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
 
 
 def check_accelerator(device_type: str) -> None:
@@ -89,6 +126,26 @@ def check_accelerator(device_type: str) -> None:
             f"accelerator {device_type!r} is not supported: DTensor's collectives run here over gloo on CPU or NCCL on "
             f'CUDA. Use accelerator="gpu" on a machine with NVIDIA GPUs, or accelerator="cpu".'
         )
+
+
+def check_pipeline_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse callbacks that cannot work on a rank that has some layers of a model only.
+
+    Raises:
+        ValueError: for those that average weights, and for `ThroughputReport`.
+    """
+    for callback in callbacks:
+        names = {base.__name__ for base in type(callback).__mro__}
+        if "WeightAveraging" in names:
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model on each rank, but under a pipeline a rank has the "
+                "layers of its stages only; leave it out, or use pipeline_parallel_size=1."
+            )
+        if "ThroughputReport" in names:
+            raise ValueError(
+                "ThroughputReport takes all time of a step that is not exchange for compute, but under a pipeline a "
+                "stage waits for others; leave it out, and measure by examples/benchmarks/pipeline.py."
+            )
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:

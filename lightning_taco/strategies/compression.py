@@ -20,6 +20,7 @@ from lightning_taco.collectives.agreement import agree_on_element
 from lightning_taco.collectives.break_even_file import Measured
 from lightning_taco.collectives.calibration import RankGroup
 from lightning_taco.collectives.hierarchy import Hierarchy
+from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import TrafficCounters
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors, SiteError
@@ -97,6 +98,9 @@ class Compression:
         self._handles.clear()
         if self.session is not None:
             self.session.detach()
+            if self.session.memory is not None:
+                self.session.memory.close()
+                self.session.memory = None
             if self.session.step:
                 self._last_trained = self.session
             self.session = None
@@ -125,6 +129,7 @@ class Compression:
         element = self._element_for(config)
         for line in report.start_lines(config, element, self._mesh)[1:]:  # without the mesh
             rank_zero_info(line)
+        self._map_memory(config)
         self._measure_break_even(config, element)
         self.session.switch(config, element)
 
@@ -182,7 +187,18 @@ class Compression:
         )
         self.traffic = self.session.traffic
         self._is_first_step_reported = False
+        self._map_memory(self.config)
         self._measure_break_even(self.config, element)
+
+    def _map_memory(self, config: CompressionConfig) -> None:
+        """For ``transport="auto"``: let the GPUs read each other's memory, or say why they cannot."""
+        session = self.session
+        if config.transport != "auto" or session is None or session.memory is not None or session.world_size == 1:
+            return
+        assert self.device is not None
+        session.memory, reason = PeerMemory.open(session.group, self.device)
+        how = f"process group, since {reason}" if reason else "mapped memory: GPUs read each other's messages in place"
+        rank_zero_info(f"lightning_taco: transport='auto': {how}")
 
     def _measure_break_even(self, config: CompressionConfig, element: Literal["e4m3", "int8"]) -> None:
         """For ``min_bytes="auto"``, and codecs that were not measured yet: find out what pays, and say so."""
@@ -191,7 +207,8 @@ class Compression:
         assert self.device is not None
         if self._hierarchy is None:
             self._hierarchy = self.session.hierarchy = Hierarchy.of(self.session.group)
-        ranks = RankGroup(self.session.group, self.device, self.session.replicas, self._hierarchy)
+        session = self.session
+        ranks = RankGroup(session.group, self.device, session.replicas, self._hierarchy, session.memory)
         self.measured, lines = break_even.decide(config, element, ranks, self.measured)
         self.session.break_even = self.measured.break_even
         for line in lines:

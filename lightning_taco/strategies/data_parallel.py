@@ -117,6 +117,17 @@ class DataParallel:
                 stack.callback(child.set_requires_gradient_sync, True, recurse=False)
             yield
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around the backwards of all micro-batches of a pipeline; `finish_backward` averages what they add up to.
+
+        FSDP2 is left alone: torch's pipelining tells it when to reduce.
+        """
+        with ExitStack() as stack:
+            for replicated in self._replicated:
+                stack.enter_context(replicated.no_sync())
+            yield
+
     def finish_backward(self) -> None:
         """Average what backward has left; all ranks call it after each."""
         if self.session is None:

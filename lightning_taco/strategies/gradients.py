@@ -65,7 +65,11 @@ def reduce_partial_gradients(parameters: Tensor | Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def gradient_norm(
-    parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, *, per_parameter: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    per_parameter: bool = False,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the norm of all gradients taken as one vector: that of the unsharded model, on every rank.
 
@@ -73,6 +77,8 @@ def gradient_norm(
         parameters: DTensors and plain tensors, with or without `.grad`, the same list on every rank.
         norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
         per_parameter: return each gradient's own norm instead, 0 where there is no gradient.
+        pipeline: the ranks whose stages hold the other parameters of the model; ``None`` for none. Norms of single
+            parameters do not need it.
 
     Returns:
         A plain float32 tensor, 0-dim, or [num_parameters] if `per_parameter`. NaN or Inf in any gradient on
@@ -86,7 +92,7 @@ def gradient_norm(
         per process group and dtype that has partial gradients.
     """
     norms = _norms(_as_list(parameters), _checked_order(norm_type))
-    return (norms if per_parameter else _total(norms, float(norm_type))).float()
+    return (norms if per_parameter else _total(norms, float(norm_type), pipeline)).float()
 
 
 def gradient_norms_by_parameter(
@@ -119,6 +125,8 @@ def clip_gradients_by_norm(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`, by one factor on all ranks.
 
@@ -131,6 +139,7 @@ def clip_gradients_by_norm(
         norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or Inf, instead of scaling by it (which makes every
             gradient NaN or 0). Waits for the device.
+        pipeline: the ranks whose stages hold the other parameters of the model; ``None`` for none.
 
     Returns:
         The norm before clipping, a plain 0-dim float32 tensor, the same on every rank.
@@ -142,7 +151,7 @@ def clip_gradients_by_norm(
     max_norm, order = _checked_bound("max_norm", max_norm), _checked_order(norm_type)
     tensors = _as_list(parameters)
     reduce_partial_gradients(tensors)
-    total = _total(_norms(tensors, order), order)
+    total = _total(_norms(tensors, order), order, pipeline)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The gradient norm of order {order} is {total.item()}, so the gradients cannot be clipped to "
@@ -416,8 +425,27 @@ def _root(powers: Tensor, order: float) -> Tensor:
     return powers if math.isinf(order) else powers.pow(1.0 / order)
 
 
-def _total(norms: Tensor, order: float) -> Tensor:
-    """Return the norm of `norms`: 0-dim float64."""
-    if not norms.numel():
-        return norms.sum()
-    return norms.amax() if math.isinf(order) else norms.pow(order).sum().pow(1.0 / order)
+def _total(norms: Tensor, order: float, pipeline: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the norm of `norms`, and of those that the other stages of a pipeline have: 0-dim float64."""
+    if math.isinf(order):
+        largest = norms.amax() if norms.numel() else norms.sum()
+        return largest if pipeline is None else _largest_of_stages(largest, pipeline)
+    total = norms.pow(order).sum() if norms.numel() else norms.sum()
+    if pipeline is not None:
+        total = _on_device_of(pipeline, total)
+        dist.all_reduce(total, group=pipeline)
+    return total.pow(1.0 / order)
+
+
+def _largest_of_stages(largest: Tensor, pipeline: dist.ProcessGroup) -> Tensor:
+    message = _on_device_of(
+        pipeline, torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf), largest.isnan().double()])
+    )
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=pipeline)
+    return message[0].masked_fill(message[1] > 0, math.nan)
+
+
+def _on_device_of(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """`tensor` where `group` can exchange it: a stage without parameters does not know its device."""
+    is_for_cpu = "cpu:" in str(dist.get_backend_config(group))
+    return tensor if is_for_cpu or tensor.device.type == "cuda" else tensor.cuda()

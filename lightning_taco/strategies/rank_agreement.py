@@ -22,8 +22,13 @@ def batches_agree(batch: Any, group: dist.ProcessGroup) -> bool:
     return len(_ranks_by_fingerprint(_fingerprint(batch), group)) == 1
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup) -> None:
-    """Refuse different batches within one tensor-parallel group; the same error on every rank.
+def check_same_batch(batch: Any, group: dist.ProcessGroup, axis: str = "tensor-parallel") -> None:
+    """Refuse different batches within one tensor-parallel group, or another; the same error on every rank.
+
+    Args:
+        batch: of this rank.
+        group: ranks that must have the same.
+        axis: what the message calls them.
 
     Raises:
         ValueError: with the ranks that agree among each other.
@@ -31,7 +36,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup) -> None:
     ranks = _ranks_by_fingerprint(_fingerprint(batch), group)
     if len(ranks) > 1:
         raise ValueError(
-            f"The ranks of one tensor-parallel group compute one model and must get the same batch, but these ranks "
+            f"The ranks of one {axis} group compute one model and must get the same batch, but these ranks "
             f"got different ones: {' / '.join(map(str, ranks))}. Shard the data over the data-parallel ranks only: "
             f"give a custom sampler **trainer.strategy.distributed_sampler_kwargs (num_replicas and rank), let an "
             f"IterableDataset use the same two numbers, and seed what draws at random alike on all ranks."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.data_parallel.traffic import WHAT, DataParallelTraffic
 from lightning_taco.dtensor.errors import ErrorKey, SiteError
 from lightning_taco.dtensor.session import COMPRESSED
+from lightning_taco.pipeline_parallel.transfers import Counts
 
 
 def start_lines(config: CompressionConfig | None, element: str, mesh: DeviceMesh) -> list[str]:
@@ -95,6 +97,51 @@ def print_end_table(
 def _print_reasons(traffic: TrafficCounters, console: Console) -> None:
     for reason, count in sorted(traffic.stock_reasons().items(), key=lambda item: -item[1]):
         console.print(f"  not compressed, {count} messages: {reason}", markup=False, highlight=False)
+
+
+def pipeline_table(counts: Counts) -> Table:
+    """What crossed each border of one rank's stages, sent by it and received."""
+    table = Table(title="lightning_taco: what crossed the borders of one rank's pipeline stages")
+    for name in ("border", "messages", "would have been sent", "sent", "ratio"):
+        table.add_column(name, justify="left" if name == "border" else "right")
+    for what, traffic in (("sent", counts.sent), ("received", counts.received)):
+        for key, count in sorted(traffic.counts.items()):
+            border = key.site.partition("/")[0].replace("_", " ")
+            note = "" if key.outcome == COMPRESSED else ", as it is"
+            table.add_row(f"{border}, {key.direction}, {what}{note}", *_cells(count))
+    return table
+
+
+def print_pipeline_table(counts: Counts, console: Console | None = None) -> None:
+    """Print `pipeline_table`, and why messages were not compressed."""
+    if not counts.sent.counts and not counts.received.counts:
+        return
+    console = console or Console()
+    console.print(pipeline_table(counts))
+    _print_reasons(counts.sent, console)
+
+
+def axes_table(tensor: TrafficCounters, pipeline: TrafficCounters, data: TrafficCounters) -> Table:
+    """Bytes that one rank sent over each axis of the mesh."""
+    table = Table(title="lightning_taco: bytes by axis, sent by one rank")
+    for name in ("axis", "messages", "would have been sent", "sent", "ratio"):
+        table.add_column(name, justify="left" if name == "axis" else "right")
+    total = TrafficCount()
+    for axis, traffic in (("tensor_parallel", tensor), ("pipeline_parallel", pipeline), ("data_parallel", data)):
+        count = traffic.total()
+        total.add(count)
+        table.add_row(axis, *_cells(count))
+    table.add_section()
+    table.add_row("all", *_cells(total))
+    return table
+
+
+@rank_zero_only
+def print_axes_table(
+    tensor: TrafficCounters, pipeline: TrafficCounters, data: TrafficCounters, console: Console | None = None
+) -> None:
+    """Print `axes_table`, on rank 0."""
+    (console or Console()).print(axes_table(tensor, pipeline, data))
 
 
 def stored_table(ledger: Ledger) -> Table:

@@ -14,10 +14,12 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +28,8 @@ from lightning_taco.activations import ActivationConfig, resolve_activations
 from lightning_taco.config import CompressionConfig
 from lightning_taco.data_parallel import DataParallelConfig
 from lightning_taco.dtensor.session import CompressionSession
-from lightning_taco.strategies import arguments, checkpoints, checks
+from lightning_taco.pipeline_parallel import PipelineConfig, Schedule, cut_of
+from lightning_taco.strategies import arguments, checkpoints, checks, pipeline_checkpoints
 from lightning_taco.strategies.activations import Activations
 from lightning_taco.strategies.compression import Compression
 from lightning_taco.strategies.data_parallel import DataParallel, devices_per_node
@@ -35,6 +38,9 @@ from lightning_taco.strategies.gradients import (
     clip_gradients_by_value,
     is_norm_right_in_torch,
 )
+from lightning_taco.strategies.pipeline import Pipeline
+from lightning_taco.strategies.pipeline_arguments import check_accumulation, checked_pipeline
+from lightning_taco.strategies.report import print_axes_table
 from lightning_taco.strategies.weight_tying import preserve_tied_parameters
 
 REPLACED_METHODS = ("configure_model", "log")  # of the LightningModule, while the strategy runs
@@ -48,6 +54,12 @@ class TacoTPStrategy(ModelParallelStrategy):
 
     A checkpoint holds the state of the compression too, so that a run that is resumed with ``ckpt_path`` has the bits
     of one that was not broken. It loads under Lightning's own strategy, and the other way round.
+
+    With ``pipeline_parallel_size`` above 1 the model (the module, or one within it) has a method ``pipeline_layers()``
+    that lists what its forward runs, one after another: modules, or ``(function, *modules)``. ``training_step`` and the
+    others stay as they are, and call the model once, with positional arguments. They run on the ranks of the last stage
+    for each micro-batch, where that call is answered by the pipeline. Up to that call they also run on the ranks of the
+    first stage, with the same random numbers. What they return and log is averaged over micro-batches, on all ranks.
 
     Args:
         compression: a recipe name (``"default"``, ``"taco"``, ``"int8"``, ``"none"``), a `CompressionConfig`, or
@@ -64,6 +76,14 @@ class TacoTPStrategy(ModelParallelStrategy):
         timeout: limit of a collective, seconds or a ``timedelta``.
         activations: how what backward needs is stored: ``"agoq"`` (4 bits a value), an `ActivationConfig`, or ``None``
             for stock autograd.
+        pipeline_parallel_size: ranks along the pipeline axis, each with some of the model's layers; 1: no pipeline.
+        pipeline_schedule: ``"1F1B"``, ``"GPipe"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``
+            or ``"ZBVZeroBubble"``; the last four give each rank two stages or more.
+        num_microbatches: into how many a batch is cut; ``None`` for two for each rank of the pipeline. A batch that is
+            no multiple runs as fewer.
+        pipeline_split: index of the first layer of each stage but the first; ``None`` balances parameters.
+        pipeline_compression: what travels between stages: ``"tah_quant"``, ``"int8"``, ``"int4"``, a `PipelineConfig`,
+            or ``None``: as it is.
 
     Raises:
         ValueError: for an unknown codec or recipe, or sizes whose product is not the number of processes.
@@ -85,6 +105,11 @@ class TacoTPStrategy(ModelParallelStrategy):
         timeout: timedelta | float | None = default_pg_timeout,
         activations: ActivationConfig | str | None = None,
         data_parallel: DataParallelConfig | str | None = None,
+        pipeline_parallel_size: int = 1,
+        pipeline_schedule: Schedule = "1F1B",
+        num_microbatches: int | None = None,
+        pipeline_split: list[int] | None = None,
+        pipeline_compression: PipelineConfig | str | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -98,6 +123,9 @@ class TacoTPStrategy(ModelParallelStrategy):
         )
         self.activations = Activations(resolve_activations(activations))
         self.data_parallel = DataParallel(arguments.checked_data_parallel(data_parallel))
+        stages = pipeline_parallel_size, pipeline_schedule, num_microbatches, pipeline_split, pipeline_compression
+        self.pipeline = Pipeline(checked_pipeline(*stages), sample_every_n_steps)
+        check_accumulation(self.pipeline.arguments, self.data_parallel.config)
         self._must_check_batch = True
 
     @property
@@ -109,7 +137,7 @@ class TacoTPStrategy(ModelParallelStrategy):
     def _configure_launcher(self) -> None:
         # The first moment at which the number of processes is known, and before any is started.
         sizes = (self._data_parallel_size, self._tensor_parallel_size)
-        checks.check_processes(self.parallel_devices, *sizes, self.num_nodes)
+        checks.check_processes(self.parallel_devices, *sizes, self.num_nodes, self.pipeline.arguments.size)
         super()._configure_launcher()
 
     @override
@@ -120,11 +148,16 @@ class TacoTPStrategy(ModelParallelStrategy):
         checks.check_callbacks(trainer.callbacks)
         checks.check_unified_package(trainer.datamodule, *trainer.loggers)
         self._keep_ties_in_configure_model(self.lightning_module)
-        super().setup_environment()
+        if self.pipeline.is_on:
+            checks.check_pipeline_callbacks(trainer.callbacks)
+            self._setup_three_axes()
+        else:
+            super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
+        self.cut_for_pipeline(self.model)
         with preserve_tied_parameters(self.model):
             _materialize_distributed_module(self.model, self.root_device)
         super().setup(trainer)
@@ -134,7 +167,35 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.data_parallel.start(self.model, self.device_mesh, devices_per_node(self.parallel_devices))
         self.data_parallel.attach_optimizers(self.optimizers)
         self._replace_log()
+        assert self.lightning_module is not None
+        self.pipeline.start(self.lightning_module, self.device_mesh, self.compression, self.activations)
         self._must_check_batch = True
+
+    def cut_for_pipeline(self, model: nn.Module) -> nn.Module:
+        """Leave in `model`, in place, the layers of this rank's pipeline stages; without a pipeline it stays as it is.
+
+        ``configure_model`` may call it before it gives weights to a model on ``meta``, so that none are made for other
+        stages, and has to call it before FSDP2 is applied. Otherwise it happens by itself, after ``configure_model``.
+
+        Args:
+            model: the one with ``pipeline_layers()``, or what holds it.
+
+        Returns:
+            `model`.
+
+        Raises:
+            TypeError: for a model without ``pipeline_layers``.
+            ValueError: for one that cannot be cut, such as for tied weights in different stages.
+        """
+        self.pipeline.cut(model)
+        return model
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        with self.pipeline.something_to_train(self.lightning_module):
+            super().setup_optimizers(trainer)
+        self.pipeline.check_optimizers(self.optimizers)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -146,31 +207,46 @@ class TacoTPStrategy(ModelParallelStrategy):
         if self._must_check_batch:
             self._must_check_batch = False
             self.compression.check_first_batch(args, self.model)
-        with self.compression.forward_scope(is_training=True), self.activations.scope():
-            output = super().training_step(*args, **kwargs)
+        if self.pipeline.is_on:
+            output = self._train_through_pipeline(args, kwargs)
+        else:
+            with self.compression.forward_scope(is_training=True), self.activations.scope():
+                output = super().training_step(*args, **kwargs)
         self._show_progress()
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.compression.forward_scope(is_training=False):
+            if self.pipeline.is_on:
+                with self.precision_plugin.val_step_context():
+                    return self.pipeline.evaluate("validation_step", args, kwargs)
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.compression.forward_scope(is_training=False):
+            if self.pipeline.is_on:
+                with self.precision_plugin.test_step_context():
+                    return self.pipeline.evaluate("test_step", args, kwargs)
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.compression.forward_scope(is_training=False):
+            if self.pipeline.is_on:
+                with self.precision_plugin.predict_step_context():
+                    return self.pipeline.evaluate("predict_step", args, kwargs)
             return super().predict_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.activations.report_first_step()
         with self.compression.backward_scope():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self.pipeline.is_on:
+                loss = self._hooks_of_backward(closure_loss)
+            else:
+                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self.data_parallel.finish_backward()
         return loss
 
@@ -188,6 +264,24 @@ class TacoTPStrategy(ModelParallelStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self.pipeline.is_on or self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        return pipeline_checkpoints.whole_weights(self.model, self.pipeline.agreement, self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.pipeline.is_on:
+            return super().optimizer_state(optimizer)
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        agreement = self.pipeline.agreement
+        if self._save_distributed_checkpoint:
+            return pipeline_checkpoints.with_groups_of_all_stages(super().optimizer_state(optimizer), agreement)
+        assert self.model is not None
+        return pipeline_checkpoints.whole_optimizer_state(self.model, optimizer, agreement, self.is_global_zero)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         if checkpoints.CURRENT_WEIGHTS in checkpoint:
             checkpoints.prepare_averaged_weights(checkpoint, is_distributed=self._save_distributed_checkpoint)
@@ -197,6 +291,9 @@ class TacoTPStrategy(ModelParallelStrategy):
         data_parallel_state = self.data_parallel.state_dict()
         if data_parallel_state is not None:
             checkpoint[checkpoints.DATA_PARALLEL_STATE] = data_parallel_state
+        pipeline_state = self.pipeline.state_dict()
+        if pipeline_state is not None:
+            checkpoint[checkpoints.PIPELINE_STATE] = pipeline_state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -204,7 +301,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         assert self.model is not None
         names = {checkpoints.saved_name(name): name for name in self.model.state_dict()}
         with checkpoints.without_wrappers(self.model):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = self._load(checkpoint_path, weights_only)
             if "averaging_state" in checkpoint:
                 path = Path(self.broadcast(checkpoint_path))
                 checkpoints.add_averaged_weights(checkpoint, self.model, path, names)
@@ -212,6 +309,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         if own_state is not None:
             self.compression.load_state_dict(own_state)
         self.data_parallel.load_state_dict(checkpoint.pop(checkpoints.DATA_PARALLEL_STATE, None))
+        self.pipeline.load_state_dict(checkpoint.pop(checkpoints.PIPELINE_STATE, None))
         return checkpoint
 
     @override
@@ -220,6 +318,7 @@ class TacoTPStrategy(ModelParallelStrategy):
         self.compression.stop()
         self.activations.stop()
         self.data_parallel.stop()
+        self.pipeline.stop()
         self._restore_clipping()
         if self.lightning_module is not None:
             for name in REPLACED_METHODS:
@@ -228,7 +327,49 @@ class TacoTPStrategy(ModelParallelStrategy):
             self.compression.print_end_table()
         self.activations.print_table()
         self.data_parallel.print_end_table()
+        self.pipeline.print_end_table()
+        if self.pipeline.counts is not None:
+            print_axes_table(self.compression.traffic, self.pipeline.counts.sent, self.data_parallel.traffic)
         super().teardown()
+
+    def _setup_three_axes(self) -> None:
+        """Lightning's `setup_environment`, with a third axis."""
+        self._setup_distributed()
+        assert self.lightning_module is not None
+        stages = self.pipeline.arguments.size
+        sizes = self._data_parallel_size, self._tensor_parallel_size
+        data, tensor = checks.resolved_sizes(*sizes, self.world_size, self.num_nodes, stages)
+        self._data_parallel_size, self._tensor_parallel_size = data, tensor
+        names = ("data_parallel", "pipeline_parallel", "tensor_parallel")
+        self._device_mesh = init_device_mesh(self.root_device.type, (data, stages, tensor), mesh_dim_names=names)
+        self.lightning_module._device_mesh = self._device_mesh
+        self.pipeline.join(self._device_mesh, self.root_device)
+
+    def _train_through_pipeline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Forward and backward of all micro-batches."""
+        with (
+            self.compression.forward_scope(is_training=True),
+            self.data_parallel.accumulating(),
+            self.precision_plugin.train_step_context(),
+        ):
+            return self.pipeline.train(args, kwargs)
+
+    def _hooks_of_backward(self, loss: Tensor) -> Tensor:
+        """What Lightning does around a backward, which has run with the forward."""
+        self.pre_backward(loss)
+        assert self.lightning_module is not None
+        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(loss)
+        return loss
+
+    def _load(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        if not self.pipeline.is_on:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        path, strict = Path(self.broadcast(checkpoint_path)), self.lightning_module.strict_loading
+        return pipeline_checkpoints.load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
 
     def _show_progress(self) -> None:
         """Compression ratio and relative error in the progress bar: what is lossy is visible."""
@@ -249,7 +390,7 @@ class TacoTPStrategy(ModelParallelStrategy):
 
         @functools.wraps(configure_model)
         def configure_with_ties() -> None:
-            if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            if cut_of(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
                 rank_zero_info("lightning_taco: the model is parallelised already; configure_model is not called again")
                 return
             with preserve_tied_parameters(module):
@@ -280,10 +421,11 @@ class TacoTPStrategy(ModelParallelStrategy):
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             parameters = list(plugin.main_params(optimizer))
-            if self.compression.config is None and is_norm_right_in_torch(parameters):
+            is_off = self.compression.config is None and not self.pipeline.is_on
+            if is_off and is_norm_right_in_torch(parameters):
                 stock_by_norm(optimizer, clip_val)  # off is off, to the last bit
             else:
-                clip_gradients_by_norm(parameters, clip_val)
+                clip_gradients_by_norm(parameters, clip_val, pipeline=self.pipeline.group)
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
             clip_gradients_by_value(list(plugin.main_params(optimizer)), clip_val)

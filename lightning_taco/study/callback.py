@@ -234,6 +234,11 @@ def check_studiable(trainer: pl.Trainer) -> CompressionConfig:
             f"A study observes what TacoTPStrategy compresses, but the Trainer's strategy is a "
             f"{type(strategy).__name__}; use strategy=TacoTPStrategy()."
         )
+    if strategy.pipeline.is_on:
+        raise ValueError(
+            "A study observes the exchanges of one tensor-parallel group, which under a pipeline has the layers of its "
+            "stage only; study the model with pipeline_parallel_size=1."
+        )
     config = strategy.compression.config
     if config is None or config.is_empty:
         raise ValueError(
