@@ -129,12 +129,12 @@ def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dic
     """Encode and decode of an activation of 64 MiB of bf16, all launches of each, and a copy of as many bytes."""
     inputs = [torch.randn(ACTIVATION, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     messages, target = [codec.encode(values) for values in inputs], torch.empty_like(inputs[0])
-    calls: dict[str, Callable[[int], Tensor]] = {
+    calls: dict[str, Callable[[int], object]] = {
         "copy": lambda i: target.copy_(inputs[i]),
         "encode": lambda i: codec.encode(inputs[i]),
         "decode": lambda i: codec.decode(messages[i], ACTIVATION, torch.bfloat16),
     }
-    moved = {key: inputs[0].nbytes + messages[0].nbytes for key in ("encode", "decode")}
+    moved = {name: inputs[0].nbytes + messages[0].nbytes for name in ("encode", "decode")}
     moved["copy"] = 2 * inputs[0].nbytes
     times = interleaved_medians(calls, rounds, inputs[0].device, num_inputs=4, queued=True)
     copy_rate = moved["copy"] / times["copy"]

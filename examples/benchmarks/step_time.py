@@ -119,7 +119,7 @@ class StepBenchmark:
         for step in range(num_steps):
             self._step(step, callbacks)
             clock.lap()
-        return clock.stop()
+        return clock.laps()
 
     def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
         if callbacks is not None:

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,27 +11,34 @@ import torch.distributed as dist
 
 NUM_WARM_UPS = 2
 QUEUE_CYCLES = 2_000_000  # about a millisecond
-Name = TypeVar("Name")
+
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Clock:
-    """Milliseconds of laps, from its making on, by what `device` has."""
+    """Milliseconds from its making to `stop`, on `device`, or of the laps in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._uses_events = device.type == "cuda"
         self._marks = [self._mark()]
 
     def lap(self) -> None:
-        """End a lap. Waits for nothing."""
+        """End a lap, and begin the next."""
         self._marks.append(self._mark())
 
-    def stop(self) -> list[float]:
+    def laps(self) -> list[float]:
         """Of each lap. Waits for the device."""
         pairs = list(itertools.pairwise(self._marks))
         if not self._uses_events:
             return [1000 * (end - start) for start, end in pairs]
         self._marks[-1].synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
+
+    def stop(self) -> float:
+        """Of all. Waits for the device."""
+        self.lap()
+        return sum(self.laps())
 
     def _mark(self) -> Any:
         if not self._uses_events:
@@ -72,9 +79,7 @@ def interleaved_medians(
             clock = Clock(device)
             for index in range(num_inputs):
                 call(index)
-            clock.lap()
-            (milliseconds,) = clock.stop()
-            times[name].append(1000 * milliseconds / num_inputs)
+            times[name].append(1000 * clock.stop() / num_inputs)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -106,7 +106,7 @@ class ProcessGroupTransport:
         """The process group sends on a stream of its own, so decoding stays where it is."""
         return nullcontext()
 
-    def start_all_to_all(self, messages: Messages, is_async: bool) -> Pending:
+    def start_all_to_all(self, messages: Messages, is_async: bool) -> Arriving:
         """As in `Transport`."""
         assert isinstance(messages, Tensor)
         received = torch.empty_like(messages)
@@ -116,7 +116,7 @@ class ProcessGroupTransport:
             return _Swapped(received, work, messages, self.rank)
         return Arriving(received, dist.all_to_all_single(received, messages, group=self.group, async_op=is_async))
 
-    def start_all_gather(self, message: Messages, is_async: bool) -> Pending:
+    def start_all_gather(self, message: Messages, is_async: bool) -> Arriving:
         """As in `Transport`."""
         assert isinstance(message, Tensor)
         received = message.new_empty(self.world_size, message.shape[1])

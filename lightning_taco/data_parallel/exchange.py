@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
 from lightning_taco.codec import decode, decode_sum, encode, recode_sum
+from lightning_taco.collectives.transport import Pending, ProcessGroupTransport
 from lightning_taco.config import CodecConfig
 from lightning_taco.data_parallel.nodes import NodeGroups
 from lightning_taco.data_parallel.seeds import derived_seed
@@ -202,7 +202,7 @@ class GradientExchange:
 class _Sent:
     """An exchange under way, and the buffers that it reads."""
 
-    def __init__(self, work: dist.Work | None, *buffers: Tensor) -> None:
+    def __init__(self, work: dist.Work | Pending | None, *buffers: Tensor) -> None:
         self._work, self._buffers = work, buffers
 
     def wait(self) -> None:
@@ -213,9 +213,9 @@ class _Sent:
 
 
 def _start_all_to_all(messages: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, _Sent]:
-    received = torch.empty_like(messages)
-    work = dist.all_to_all_single(received, messages, group=group, async_op=True)
-    return received, _Sent(work, messages)
+    """Two ranks swap their rows by an all-gather, which NCCL does faster for each byte."""
+    arriving = ProcessGroupTransport(group, pairs_gather=True).start_all_to_all(messages, True)
+    return arriving.messages, _Sent(arriving, messages)
 
 
 def _start_all_gather(message: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, _Sent]:

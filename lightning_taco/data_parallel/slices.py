@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 MAX_SLICES = 8
-MIN_SLICE_VALUES = 1 << 22
+MIN_SLICE_VALUES = 1 << 24
 """Values, for all ranks together, below which a slice costs more than it hides."""
 
 
