@@ -20,27 +20,27 @@ POINTERS = {
     "keys_ptr": "*i32",
     "slots_ptr": "*i32",
     "message_ptr": "*u8",
-    "messages_ptr": "*u8",
     "factor": "fp32",
 }
 
 
-def lower(kernel: Any, **constants: Any) -> str:
-    """The first intermediate form of `kernel`, whose other arguments are those above, or integers."""
+def lower(kernel: Any, messages: str = "*u8", **constants: Any) -> str:
+    """The first intermediate form of `kernel`, whose other arguments are those above, `messages`, or integers."""
     backend = make_backend(TARGET)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options({"enable_fp_fusion": False})
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    pointers = POINTERS | {"messages_ptr": messages}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, {})
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     return str(source.make_ir(TARGET, options, functions, modules, context))
 
 
 def main() -> None:
-    """Lower every kernel of TAH-Quant, and those that pack codes in three planes and in two."""
+    """Lower every kernel of TAH-Quant; of the codec, codes in three planes and in two, and messages by address."""
     lower(kernels_token_entropy.entropy_kernel, CHUNK=4096)
     lower(kernels_token_entropy.choose_kernel, CHUNK=2048)
     lower(kernels_token_entropy.slots_kernel, CHUNK=2048)
@@ -51,8 +51,10 @@ def main() -> None:
     lower(kernels_tah_quant.decode_kernel, IS_BF16=False, C=tile)
     for element in ("int7", "int3"):
         packed = KernelConstants.of(CodecConfig(element=element, block_size=64), False)  # type: ignore[arg-type]
-        lower(kernels.encode_kernel, C=packed)
-        lower(kernels.decode_kernel, NUM_SOURCES=1, AVERAGE=False, C=packed)
+        lower(kernels.encode_kernel, NUM_COPIES=1, SEGMENTED=False, C=packed)
+        lower(kernels.decode_kernel, NUM_SOURCES=1, AVERAGE=False, SEGMENTED=False, C=packed)
+    lower(kernels.encode_kernel, messages="*i64", NUM_COPIES=2, SEGMENTED=True, C=packed)
+    lower(kernels.decode_kernel, messages="*i64", NUM_SOURCES=2, AVERAGE=True, SEGMENTED=True, C=packed)
     print("lowered")
 
 

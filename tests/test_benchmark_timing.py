@@ -24,14 +24,14 @@ def test_calls_take_turns_with_every_input() -> None:
 def test_times_are_microseconds_of_one_input() -> None:
     calls = {"sleep": lambda index: time.sleep(5e-3), "nothing": lambda index: None}
     times = interleaved_medians(calls, rounds=3, device=CPU, num_inputs=2)
-    assert 5000 <= times["sleep"] < 50_000
-    assert times["nothing"] < 1000
+    assert 5000 <= times["sleep"] < 500_000  # microseconds, whatever else runs
+    assert times["nothing"] < times["sleep"] / 2
 
 
 def test_the_clock_says_milliseconds() -> None:
     clock = Clock(CPU)
     time.sleep(5e-3)
-    assert 5 <= clock.stop() < 50
+    assert 5 <= clock.stop() < 500
 
 
 def test_ranks_meet_before_each_call() -> None:
@@ -44,12 +44,12 @@ def test_ranks_meet_before_each_call() -> None:
             dist.all_reduce(values)
 
         def only_one_sleeps(index: int) -> None:
-            time.sleep(2e-2 * rank)
+            time.sleep(0.1 * rank)
 
         calls = {"sleep": only_one_sleeps, "exchange": exchange}
         return interleaved_medians(calls, rounds=3, device=CPU)["exchange"]
 
-    assert max(run_forked(2, measure)) < 15_000
+    assert max(run_forked(2, measure)) < 80_000
 
 
 @pytest.mark.gpu

@@ -149,6 +149,18 @@ def test_the_message_says_pivot_flag_map_zero_and_scale() -> None:
         assert plane[5] == sum(int(codes[5 + 8 * i] >> bit & 1) << shift for i, shift in enumerate(shifts))
 
 
+def test_of_equal_magnitudes_the_first_is_the_pivot_and_the_gate_stays_shut() -> None:
+    values = torch.full((1, 3, 64), 0.1)
+    values[0, 0, [9, 30]] = torch.tensor([-5.0, 5.0])  # two largest: not at least twice the second
+    values[0, 1, 30], values[0, 1, 40] = 5.0, 2.5  # exactly twice
+    values[0, 2, 30], values[0, 2, 40] = 5.0, 2.5000002
+    offset = TahQuantLayout.of((1, 3, 64), 0.0).flags_offset
+    gated = FOUR_BITS.encode(values)[offset : offset + 3]
+    assert gated.tolist() == [0, 64 + 30, 0]
+    always = TahQuant(low_entropy_share=0.0, rotation="always").encode(values)[offset : offset + 3]
+    assert always.tolist() == [64 + 9, 64 + 30, 64 + 30]
+
+
 # Tokens of few bits.
 
 
