@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.interpreter import remember_what_is_wrapped
+
 if not torch.cuda.is_available():
     # The decorators of triton read this once, when the kernels are defined: before any test module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    remember_what_is_wrapped()
 
 torch.set_num_threads(1)
 

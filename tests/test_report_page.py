@@ -606,11 +606,13 @@ def test_ctrl_c_ends_the_live_page(tmp_path: Path) -> None:
     receiver, sender = os.pipe()
 
     def serve() -> None:
+        # A suite that was started in the background ignores Ctrl-C, and so would this process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(sender, 1)
         sys.stdout = os.fdopen(1, "w")
         report([str(folder), "--live", "--port", "0"])
 
-    process = multiprocessing.get_context("fork").Process(target=serve)
+    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
     os.close(sender)
     with os.fdopen(receiver) as out:
