@@ -425,6 +425,7 @@ def test_a_forward_that_is_computed_again_within_backward_begins_no_step() -> No
     run_forked(1, body)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_compiled_exchanges_keep_the_natural_order_and_it_is_said_once() -> None:
     def body(rank: int) -> None:
         mesh = tensor_parallel_mesh()

@@ -557,6 +557,7 @@ def test_end_table_is_printed_once_and_outlives_teardown() -> None:
 # Other ways to run
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_compiled_module_gives_the_same_loss_and_traffic() -> None:
     """Fabric takes torch.compile off, sets the module up and compiles it again."""
 
