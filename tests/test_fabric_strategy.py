@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lightning_taco.fabric
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor import is_installed
-from lightning_taco.dtensor.session import sessions_in_scope
+from lightning_taco.dtensor.scopes import sessions_in_scope
 from lightning_taco.fabric import TacoTPStrategy
 from tests.models import EVERYTHING, TinyLm, local, loss_of, make_plan, make_tokens
 from tests.ranks import run_forked

@@ -30,7 +30,7 @@ from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import CompressionSession, bypass, install, is_installed, remove
-from lightning_taco.dtensor.session import session_in_scope, sessions_in_scope
+from lightning_taco.dtensor.scopes import session_in_scope, sessions_in_scope
 from tests.models import (
     EVERYTHING,
     HIDDEN,
