@@ -263,6 +263,17 @@ def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
 
 
 @triton.jit
+def store_values(row, parts, blocks, num_values, C: tl.constexpr):
+    """Write the tile's values, parts of fp32 [tile, width], to a row of `num_values` as its dtype rounds them."""
+    PARTS: tl.constexpr = C.parts
+    rounded = ()
+    for part in tl.static_range(PARTS):
+        rounded = rounded + (parts[part].to(row.dtype.element_ty),)
+    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
+    tl.store(row + offsets, joined(rounded, C.parts, C), mask=offsets < num_values)
+
+
+@triton.jit
 def _sum(messages, blocks, num_blocks, factor, NUM_SOURCES: tl.constexpr, AVERAGE: tl.constexpr, C: tl.constexpr):
     total = load_blocks(messages, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
@@ -311,7 +322,6 @@ def decode_kernel(
     C: tl.constexpr,
 ):
     """Row r of messages (the sum of NUM_SOURCES consecutive ones) -> row r of values [R, num_values]."""
-    PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
@@ -319,11 +329,7 @@ def decode_kernel(
     total = _sum(messages, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
         total = hadamard(total, C)
-    rounded = ()
-    for part in tl.static_range(PARTS):
-        rounded = rounded + (total[part].to(values_ptr.dtype.element_ty),)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.block_size)[None, :]
-    tl.store(values_ptr + row * row_stride + offsets, joined(rounded, C.parts, C), mask=offsets < num_values)
+    store_values(values_ptr + row * row_stride, total, blocks, num_values, C)
 
 
 @triton.jit(do_not_specialize=SEEDS)
