@@ -346,8 +346,10 @@ def test_heat_map_holds_the_largest_of_each_cell() -> None:
         assert cell == pytest.approx(max(first.values[int(start) : int(end) + 1]), rel=1e-5)
     assert heat.cells[1] == [0.5, None, None, None, None, 0.25, None, None, None, None]
     assert heat.marks == [(5, 1, "NaN"), (9, 1, "Inf")]
+    assert heat.middles == pytest.approx([49.95 + 99.9 * column for column in range(10)]), "even: drawn as an image"
     few = heat_of({"a": series_of([1.0, 2.0], [0, 50]), "b": series_of([3.0], [20])})
     assert (few.columns, few.cells) == ([(0, 0), (20, 20), (50, 50)], [[1, None, 2], [None, 3, None]])
+    assert few.middles == [0, 20, 50]
 
 
 # The page

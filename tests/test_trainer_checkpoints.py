@@ -324,9 +324,7 @@ class AverageByHand(Callback):
 
 
 @pytest.mark.parametrize(("tied", "formats"), [(False, FORMATS), (True, (True,))], ids=["", "tied"])
-def test_exponential_averaging_of_weights_and_its_resume(
-    tied: bool, formats: tuple[bool, ...], tmp_path: Path
-) -> None:
+def test_exponential_averaging_of_weights_and_its_resume(tied: bool, formats: tuple[bool, ...], tmp_path: Path) -> None:
     def check(rank: int) -> None:
         for is_distributed in formats:
             folder, by_hand, module = tmp_path / str(is_distributed), AverageByHand(0.5), TinyModule(tied=tied)
