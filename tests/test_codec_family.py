@@ -141,7 +141,7 @@ def test_a_byte_of_a_plane_holds_values_that_lie_half_a_quarter_and_an_eighth_ap
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN) .*:RuntimeWarning")
 @pytest.mark.parametrize("codec", interpreted(), ids=str)
 def test_kernels_equal_the_reference(codec: CodecConfig) -> None:
-    """Two rows each, since the interpreter's time goes by programs; the sum is of three, a third of which is inexact."""
+    """Two rows each, as the interpreter's time goes by programs; the sum is of three, since a third is inexact."""
     from lightning_taco.codec import kernels
 
     values = awkward_rows(codec.block_size)

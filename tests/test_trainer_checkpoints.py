@@ -117,8 +117,8 @@ def first_checkpoint(folder: Path) -> Path:
     return folder / "epoch=0.ckpt"
 
 
-# What the module is made of, and the formats in which it is saved. Sequence parallelism in one file is loaded below; what
-# compiling and wrapping add to names is one table, and taken off by one function in both formats.
+# What the module is made of, and the formats in which it is saved. Sequence parallelism in one file is loaded below;
+# what compiling and wrapping add to names is one table, and taken off by one function in both formats.
 CASES: dict[str, tuple[dict[str, Any], tuple[bool, ...]]] = {
     "partly parallel": ({}, FORMATS),
     "sequence parallel": ({"sequence_parallel": True}, (True,)),

@@ -59,10 +59,8 @@ def main() -> None:
             for name, height in WINDOWS.items():
                 seconds = [seconds_to_open(browser, page, height) for _ in range(options.opens)]
                 check_page(browser)
-                drawn = num_drawn(browser)
-                print(
-                    f"{name}: {drawn} plots in {median(seconds):.2f} s (median of {len(seconds)}; {max(seconds):.2f})"
-                )
+                times = f"{median(seconds):.2f} s (median of {len(seconds)}; {min(seconds):.2f} to {max(seconds):.2f})"
+                print(f"{name}: {num_drawn(browser)} plots in {times}")
 
 
 def site_names(num_sites: int) -> list[str]:
