@@ -24,7 +24,8 @@ from lightning_taco.collectives.calibration import Ladder, RankGroup
 from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.topology import Topology
 from lightning_taco.collectives.traffic import compressed_sent_bytes
-from lightning_taco.dtensor.session import COMPRESSED, CompressionSession, Exchange
+from lightning_taco.dtensor.exchange import Exchange
+from lightning_taco.dtensor.session import COMPRESSED, CompressionSession
 from lightning_taco.strategies import break_even as deciding
 from tests.lightning_models import (
     TinyLm,

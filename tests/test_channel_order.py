@@ -28,7 +28,7 @@ from lightning_taco import CompressionConfig, TacoTPStrategy
 from lightning_taco.codec import decode, encode
 from lightning_taco.collectives import all_reduce
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor import channel_order
+from lightning_taco.dtensor import CompressionSession, Exchange, channel_order
 from lightning_taco.dtensor.channel_order import (
     CALIBRATION_STEPS,
     ChannelOrder,
@@ -38,7 +38,6 @@ from lightning_taco.dtensor.channel_order import (
     why_natural,
 )
 from lightning_taco.dtensor.errors import ErrorKey, ReconstructionErrors
-from lightning_taco.dtensor.session import CompressionSession, Exchange
 from lightning_taco.dtensor.sites import Site
 from tests import lightning_models
 from tests.lightning_models import (
@@ -425,6 +424,7 @@ def test_a_forward_that_is_computed_again_within_backward_begins_no_step() -> No
     run_forked(1, body)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_compiled_exchanges_keep_the_natural_order_and_it_is_said_once() -> None:
     def body(rank: int) -> None:
         mesh = tensor_parallel_mesh()

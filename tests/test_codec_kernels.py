@@ -6,6 +6,7 @@ kernels round E4M3 by integer arithmetic here (and on GPUs that have no FP8).
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,13 @@ def test_integer_decoding_of_e4m3_is_exact() -> None:
 # The kernels.
 
 
-@pytest.mark.parametrize("codec", codecs(BLOCK_SIZES))
+def each_pair() -> list[Any]:
+    """Block 128, which recipes use, in both elements and all modes; of the others each pair of element, block, mode."""
+    every = codecs(BLOCK_SIZES)  # an odd number of block sizes and of modes: every second one has all pairs
+    return [case for place, case in enumerate(every) if place % 2 == 0 or case.values[0].block_size == 128]
+
+
+@pytest.mark.parametrize("codec", each_pair())
 def test_kernels_equal_the_reference(codec: CodecConfig) -> None:
     num_values = {32: 300, 64: 333, 128: 300, 256: 515, 512: 1025}[codec.block_size]
     values = sample("student_t3", 2, num_values)
@@ -196,7 +203,7 @@ def test_adversarial_values(codec: CodecConfig, dtype: torch.dtype) -> None:
 
 def rows_of_width(num_values: int) -> Tensor:
     """One to three rows, of which the second is zero."""
-    num_rows = {0: 3, 5: 2}.get(num_values % 10, 1)
+    num_rows = {0: 3, 15: 2}.get(num_values % 30, 1)
     values = sample("gauss", 3, num_values, seed=num_values)[:num_rows]
     values[1:2] = 0
     return values

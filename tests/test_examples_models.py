@@ -115,15 +115,12 @@ class CountedExchanges(TorchDispatchMode):
 
 SPLITS = [  # kind, world size, sequence-parallel, tied, dtype: every pair of two settings is in it
     ("gpt", 2, False, False, torch.float64),
-    ("gpt", 2, True, True, torch.float64),
-    ("gpt", 4, False, True, torch.float64),
-    ("gpt", 4, True, False, torch.float64),
+    ("gpt", 4, True, True, torch.float64),
+    ("gpt", 4, True, False, torch.float32),
+    ("llama", 2, True, False, torch.float32),
     ("llama", 2, False, True, torch.float64),
-    ("llama", 2, True, False, torch.float64),
-    ("llama", 4, False, False, torch.float64),
+    ("llama", 4, False, True, torch.float32),
     ("llama", 4, True, True, torch.float64),
-    ("gpt", 4, True, True, torch.float32),
-    ("llama", 2, False, False, torch.float32),
 ]
 
 
@@ -175,8 +172,7 @@ def test_recomputed_activations_give_the_same_gradients_on_one_rank(kind: str) -
     assert all(torch.equal(actual[1][name], gradient) for name, gradient in expected[1].items())
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("gpt", True), ("llama", False)])
 def test_tensor_and_data_parallel_together(kind: str, sequence_parallel: bool) -> None:
     expected = loss_and_gradients(perturb(build(kind, tie_embeddings=True).double()))
 
@@ -191,8 +187,9 @@ def test_tensor_and_data_parallel_together(kind: str, sequence_parallel: bool) -
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_adamw_takes_the_same_steps_at_any_tensor_parallel_size(sequence_parallel: bool) -> None:
+def test_adamw_takes_the_same_steps_at_any_tensor_parallel_size() -> None:
+    """Under sequence parallelism, where gradients of norms are partial; without it `test_parity` has the losses."""
+
     def train(model: nn.Module) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
@@ -208,7 +205,7 @@ def test_adamw_takes_the_same_steps_at_any_tensor_parallel_size(sequence_paralle
     assert expected[-1] < expected[0] - 0.1
 
     def rank(rank: int) -> list[float]:
-        return train(split(build("gpt").double(), tp_mesh(2), sequence_parallel=sequence_parallel))
+        return train(split(build("gpt").double(), tp_mesh(2), sequence_parallel=True))
 
     for actual in run_threads(2, rank):
         assert actual == pytest.approx(expected, rel=1e-10)
@@ -325,18 +322,19 @@ def test_sizes_that_do_not_divide_are_named(kind: str, sizes: dict[str, int], me
     run_threads(4, rank)
 
 
-@pytest.mark.parametrize("length", [1, 5, 7])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_odd_sequence_is_refused_only_under_sequence_parallel(kind: str, length: int) -> None:
-    expected = loss_of(build(kind), length).item()
+def test_odd_sequence_is_refused_only_under_sequence_parallel(kind: str) -> None:
+    expected = {length: loss_of(build(kind), length).item() for length in (1, 5, 7)}
 
     def rank(rank: int) -> None:
         mesh = tp_mesh(2)
-        message = rf"sequence length of {length}, which tensor_parallel_size=2 does not divide"
-        with pytest.raises(ValueError, match=message):
-            loss_of(split(build(kind), mesh, sequence_parallel=True), length)
+        cut = split(build(kind), mesh, sequence_parallel=True)
         plain = split(build(kind), mesh, sequence_parallel=False)
-        assert loss_of(plain, length).item() == pytest.approx(expected, rel=1e-5)
+        for length, loss in expected.items():
+            message = rf"sequence length of {length}, which tensor_parallel_size=2 does not divide"
+            with pytest.raises(ValueError, match=message):
+                loss_of(cut, length)
+            assert loss_of(plain, length).item() == pytest.approx(loss, rel=1e-5)
 
     run_threads(2, rank)
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lightning_taco.fabric
 from lightning_taco.config import CompressionConfig
 from lightning_taco.dtensor import is_installed
-from lightning_taco.dtensor.session import sessions_in_scope
+from lightning_taco.dtensor.scopes import sessions_in_scope
 from lightning_taco.fabric import TacoTPStrategy
 from tests.models import EVERYTHING, TinyLm, local, loss_of, make_plan, make_tokens
 from tests.ranks import run_forked
@@ -557,6 +557,7 @@ def test_end_table_is_printed_once_and_outlives_teardown() -> None:
 # Other ways to run
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_compiled_module_gives_the_same_loss_and_traffic() -> None:
     """Fabric takes torch.compile off, sets the module up and compiles it again."""
 

@@ -20,7 +20,7 @@ from lightning_taco.collectives.break_even_file import Measured, from_json, to_j
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
 from lightning_taco.collectives.hierarchy import Hierarchy, host_size
 from lightning_taco.collectives.topology import Topology
-from lightning_taco.dtensor.session import CompressionSession, Exchange
+from lightning_taco.dtensor import CompressionSession, Exchange
 from tests.ranks import run_forked
 from tests.timings import INT4, INT8
 

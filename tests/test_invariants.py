@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import is_installed
-from lightning_taco.dtensor.session import sessions_in_scope
+from lightning_taco.dtensor.scopes import sessions_in_scope
 from tests.models import (
     EVERYTHING,
     HIDDEN,

@@ -346,8 +346,10 @@ def test_heat_map_holds_the_largest_of_each_cell() -> None:
         assert cell == pytest.approx(max(first.values[int(start) : int(end) + 1]), rel=1e-5)
     assert heat.cells[1] == [0.5, None, None, None, None, 0.25, None, None, None, None]
     assert heat.marks == [(5, 1, "NaN"), (9, 1, "Inf")]
+    assert heat.middles == pytest.approx([49.95 + 99.9 * column for column in range(10)]), "even: drawn as an image"
     few = heat_of({"a": series_of([1.0, 2.0], [0, 50]), "b": series_of([3.0], [20])})
     assert (few.columns, few.cells) == ([(0, 0), (20, 20), (50, 50)], [[1, None, 2], [None, 3, None]])
+    assert few.middles == [0, 20, 50]
 
 
 # The page
@@ -606,11 +608,13 @@ def test_ctrl_c_ends_the_live_page(tmp_path: Path) -> None:
     receiver, sender = os.pipe()
 
     def serve() -> None:
+        # A suite that was started in the background ignores Ctrl-C, and so would this process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(sender, 1)
         sys.stdout = os.fdopen(1, "w")
         report([str(folder), "--live", "--port", "0"])
 
-    process = multiprocessing.get_context("fork").Process(target=serve)
+    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
     os.close(sender)
     with os.fdopen(receiver) as out:

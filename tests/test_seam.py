@@ -30,7 +30,7 @@ from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import CompressionSession, bypass, install, is_installed, remove
-from lightning_taco.dtensor.session import session_in_scope, sessions_in_scope
+from lightning_taco.dtensor.scopes import session_in_scope, sessions_in_scope
 from tests.models import (
     EVERYTHING,
     HIDDEN,
@@ -1008,6 +1008,7 @@ def make_mlp(mesh: DeviceMesh) -> Mlp:
     return mlp
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_a_compiled_block_gives_the_numbers_of_the_eager_one_and_is_counted() -> None:
     def body(rank: int) -> None:
         mesh = tensor_parallel_mesh()
@@ -1017,6 +1018,7 @@ def test_a_compiled_block_gives_the_numbers_of_the_eager_one_and_is_counted() ->
         with installed_session(mesh, module=mlp) as session:
             for batch in (2, 3):
                 inputs = values(batch, 8, HIDDEN, seed=batch)
+                stock = compiled_step(mlp, inputs, None)
                 eager = compiled_step(mlp, inputs, session)
                 counted = outcomes(session)
                 assert counted == {
@@ -1027,24 +1029,12 @@ def test_a_compiled_block_gives_the_numbers_of_the_eager_one_and_is_counted() ->
                     found = compiled_step(compiled, inputs, session)
                     assert all(map(torch.equal, found, eager))
                     assert outcomes(session) == counted
+                # The graph that was compiled in scope is exact outside of it.
+                session.traffic.clear()
+                assert all(map(torch.equal, compiled_step(compiled, inputs, None), stock))
+                assert session.traffic.counts == {}
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
             assert not torch._dynamo.utils.counters["graph_break"]
-
-    run_forked(2, body)
-
-
-def test_a_graph_that_was_compiled_in_scope_is_exact_outside_it() -> None:
-    def body(rank: int) -> None:
-        mesh = tensor_parallel_mesh()
-        mlp = make_mlp(mesh)
-        inputs = values(2, 8, HIDDEN)
-        stock = compiled_step(mlp, inputs, None)
-        compiled = torch.compile(mlp, backend="aot_eager")
-        with installed_session(mesh) as session:
-            compiled_step(compiled, inputs, session)
-            session.traffic.clear()
-            assert all(map(torch.equal, compiled_step(compiled, inputs, None), stock))
-            assert session.traffic.counts == {}
 
     run_forked(2, body)
 
@@ -1060,15 +1050,18 @@ def is_compiled_gather_exact(function: Callable[[DTensor], torch.Tensor], make_t
     return all(run_forked(2, body))
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_compiled_full_tensor_is_exact() -> None:
     assert is_compiled_gather_exact(lambda tensor: tensor.full_tensor() * 2, lambda tensor: tensor)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 @pytest.mark.xfail(strict=True, reason="a traced parameter is a fake tensor, which nothing tells from an activation")
 def test_a_parameter_that_compiled_code_redistributes_is_exact() -> None:
     assert is_compiled_gather_exact(lambda tensor: gather(tensor) * 2, nn.Parameter)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_an_excluded_module_is_exact_in_a_compiled_graph() -> None:
     def body(rank: int) -> None:
         mesh = tensor_parallel_mesh()
@@ -1083,6 +1076,7 @@ def test_an_excluded_module_is_exact_in_a_compiled_graph() -> None:
     run_forked(2, body)
 
 
+@pytest.mark.usefixtures("compiler_is_loaded")
 def test_backward_settings_hold_where_only_a_part_of_the_model_is_compiled() -> None:
     def body(rank: int) -> None:
         mesh = tensor_parallel_mesh()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_taco import CodecConfig, CompressionConfig
 from lightning_taco.collectives import ProcessGroupTransport
-from lightning_taco.dtensor.session import CompressionSession, Exchange
+from lightning_taco.dtensor import CompressionSession, Exchange
 from lightning_taco.study import baselines
 
 SUFFIXES: dict[str, dict[str, Any]] = {

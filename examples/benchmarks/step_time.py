@@ -31,7 +31,7 @@ from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
 from lightning_taco.config import CompressionConfig, resolve_compression
-from lightning_taco.dtensor.session import COMPRESSED
+from lightning_taco.dtensor.outcomes import COMPRESSED
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 

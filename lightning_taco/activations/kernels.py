@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_taco.codec.constants import KernelConstants
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
-from lightning_taco.codec.kernels import load_blocks, store_message
+from lightning_taco.codec.kernels import load_blocks, store_message, store_values
 from lightning_taco.codec.kernels_numbers import hadamard, scaled
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
@@ -30,28 +30,39 @@ TILE = 16
 
 
 @triton.jit
-def _values(message, blocks, num_blocks, C: tl.constexpr):
-    """The tile's values, parts of fp32 [tile, width], each at its place."""
+def _values(message, blocks, num_blocks, kind_ptr, C: tl.constexpr):
+    """The tile's values, parts of fp32 [tile, width], each at its place.
+
+    Rounded to the dtype that `kind_ptr` points at, as a decoded tensor would be: so all that is made of one message is
+    made of the same values.
+    """
+    PARTS: tl.constexpr = C.parts
     parts = load_blocks(message, blocks, num_blocks, C)
     if C.is_rotated:
         parts = hadamard(parts, C)
-    return parts
+    rounded = ()
+    for part in tl.static_range(PARTS):
+        rounded = rounded + (parts[part].to(kind_ptr.dtype.element_ty).to(tl.float32),)
+    return rounded
+
+
+@triton.jit
+def _gate_and_up(gate_ptr, up_ptr, num_blocks, kind_ptr, C: tl.constexpr):
+    """This program's blocks, int64 [tile], and their values of gate and of up."""
+    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    num_blocks = tl.cast(num_blocks, tl.int64)
+    return blocks, _values(gate_ptr, blocks, num_blocks, kind_ptr, C), _values(up_ptr, blocks, num_blocks, kind_ptr, C)
 
 
 @triton.jit
 def silu_times_kernel(gate_ptr, up_ptr, product_ptr, num_values, num_blocks, C: tl.constexpr):
     """Messages of gate and up -> silu(gate) * up, [num_values]."""
     PARTS: tl.constexpr = C.parts
-    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    gate = _values(gate_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
-    up = _values(up_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
-    kind = product_ptr.dtype.element_ty
+    blocks, gate, up = _gate_and_up(gate_ptr, up_ptr, num_blocks, product_ptr, C)
+    product = ()
     for part in tl.static_range(PARTS):
-        offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
-        # Rounded as a decoded tensor would be, so that all that is made of one message is made of the same values.
-        gate_values, up_values = gate[part].to(kind).to(tl.float32), up[part].to(kind).to(tl.float32)
-        product = gate_values / (1.0 + tl.exp(-gate_values)) * up_values
-        tl.store(product_ptr + offsets, product.to(kind), mask=offsets < num_values)
+        product = product + (gate[part] / (1.0 + tl.exp(-gate[part])) * up[part],)
+    store_values(product_ptr, product, blocks, num_values, C)
 
 
 @triton.jit
@@ -60,19 +71,17 @@ def silu_times_backward_kernel(
 ):
     """Messages of gate and up, and the gradient of their product -> the gradients of gate and up, [num_values] each."""
     PARTS: tl.constexpr = C.parts
-    blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    gate = _values(gate_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
-    up = _values(up_ptr, blocks, tl.cast(num_blocks, tl.int64), C)
-    kind = gradient_ptr.dtype.element_ty
+    blocks, gate, up = _gate_and_up(gate_ptr, up_ptr, num_blocks, gradient_ptr, C)
+    of_gate, of_up = (), ()
     for part in tl.static_range(PARTS):
         offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
-        mask = offsets < num_values
-        gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        gate_values, up_values = gate[part].to(kind).to(tl.float32), up[part].to(kind).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate_values))
-        slope = sigmoid * (1.0 + gate_values * (1.0 - sigmoid))
-        tl.store(gate_gradient_ptr + offsets, (gradient * up_values * slope).to(kind), mask=mask)
-        tl.store(up_gradient_ptr + offsets, (gradient * gate_values * sigmoid).to(kind), mask=mask)
+        gradient = tl.load(gradient_ptr + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate[part]))
+        slope = sigmoid * (1.0 + gate[part] * (1.0 - sigmoid))
+        of_gate = of_gate + (gradient * up[part] * slope,)
+        of_up = of_up + (gradient * gate[part] * sigmoid,)
+    store_values(gate_gradient_ptr, of_gate, blocks, num_values, C)
+    store_values(up_gradient_ptr, of_up, blocks, num_values, C)
 
 
 @triton.jit(do_not_specialize=SEEDS)

@@ -298,6 +298,24 @@ def load_blocks(message, blocks, num_blocks, C: tl.constexpr):
 
 
 @triton.jit
+def store_values(row, parts, blocks, num_values, C: tl.constexpr):
+    """Write the tile's values, parts of fp32 [tile, width], to a row of `num_values` as its dtype rounds them."""
+    _store_at(row, blocks[:, None] * C.block_size, parts, blocks, num_values, C)
+
+
+@triton.jit
+def _store_at(row, places, parts, blocks, num_values, C: tl.constexpr):
+    """The same, where each block begins at one of `places`, int64 [tile, 1], of the row."""
+    PARTS: tl.constexpr = C.parts
+    rounded = ()
+    for part in tl.static_range(PARTS):
+        rounded = rounded + (parts[part].to(row.dtype.element_ty),)
+    within = tl.arange(0, C.block_size)[None, :]
+    mask = blocks[:, None] * C.block_size + within < num_values
+    tl.store(row + places + within, joined(rounded, C.parts, C), mask=mask)
+
+
+@triton.jit
 def _message_at(messages, index, offset_bytes, num_blocks, C: tl.constexpr):
     """Where to write message `index`: behind those before it, or, at `offset_bytes`, in the buffer of a table."""
     if messages.dtype.element_ty == tl.int64:
@@ -393,20 +411,14 @@ def decode_kernel(
     C: tl.constexpr,
 ):
     """Row r of messages (the sum of NUM_SOURCES consecutive ones) -> row r of values [R, num_values]."""
-    PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = _num_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
     total = _sum(messages_ptr, row * NUM_SOURCES, blocks, num_blocks, factor, NUM_SOURCES, AVERAGE, C)
     if C.is_rotated and not C.is_fine:
         total = hadamard(total, C)
-    rounded = ()
-    for part in tl.static_range(PARTS):
-        rounded = rounded + (total[part].to(values_ptr.dtype.element_ty),)
-    within = tl.arange(0, C.block_size)[None, :]
-    places = _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED, C) + within
-    mask = blocks[:, None] * C.block_size + within < num_values
-    tl.store(values_ptr + places, joined(rounded, C.parts, C), mask=mask)
+    places = _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED, C)
+    _store_at(values_ptr, places, total, blocks, num_values, C)
 
 
 @triton.jit(do_not_specialize=[*SEEDS, *NUMBERING])

@@ -26,7 +26,7 @@ from lightning_taco.collectives.traffic import Direction, Kind
 from lightning_taco.config import SUB_BLOCK_SIZE, CodecConfig
 
 if TYPE_CHECKING:
-    from lightning_taco.dtensor.session import Exchange
+    from lightning_taco.dtensor.exchange import Exchange
     from lightning_taco.dtensor.sites import Site
 
 CALIBRATION_STEPS = 4

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco.codec import decode, encode
-from lightning_taco.collectives import timing
-from lightning_taco.collectives.traffic import Direction, Kind
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.session import CompressionSession, Exchange
+from lightning_taco.dtensor.exchange import Exchange, SiteKey
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.dtensor.sums import SumsBySite
 from lightning_taco.metrics.energy import decibels, energy
 
-
-class ErrorKey(NamedTuple):
-    """One kind of exchange of one module in one direction."""
-
-    site: str
-    direction: Direction
-    kind: Kind
+ErrorKey = SiteKey
 
 
 @dataclass(frozen=True)
@@ -56,23 +49,15 @@ class ReconstructionErrors:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[ErrorKey, Tensor] = {}
+        self._sums = SumsBySite()
 
     def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
-        key = ErrorKey(site.name, site.direction, exchange.kind)
-        with timing.aside():
-            sums = _squared_sums(exchange.tensor, codec)
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        self._sums.add(SiteKey.of(exchange, site), exchange, lambda exact: _squared_sums(exact.tensor, codec))
 
     def read(self, group: dist.ProcessGroup) -> dict[ErrorKey, SiteError]:
         """Errors by site, the same on every rank; all ranks of `group` call it. Waits for the device."""
-        if not self._sums:
-            return {}
-        table = torch.stack(list(self._sums.values()))
-        dist.all_reduce(table, group=group)
-        rows = table.tolist()
-        return {key: _site_error(*row) for key, row in zip(self._sums, rows, strict=True)}
+        return {key: _site_error(*row) for key, row in self._sums.over(group).items()}
 
     def clear(self) -> None:
         """Start from zero."""
@@ -86,7 +71,7 @@ def is_sampling(session: CompressionSession) -> bool:
 
 def _squared_sums(tensor: Tensor, codec: CodecConfig) -> Tensor:
     """float64 ``[4]``: squared error, squared norm, non-finite values, values."""
-    values = tensor.detach().reshape(1, -1)
+    values = tensor.reshape(1, -1)
     decoded = decode(encode(values, codec), codec, values.shape[1], torch.float32)
     exact = values.float()
     finite = torch.isfinite(decoded)

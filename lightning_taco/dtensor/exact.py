@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.dtensor.session import REDUCING_KINDS, Exchange
+from lightning_taco.dtensor.exchange import REDUCING_KINDS, Exchange
 
 
 def exact_exchange(exchange: Exchange, group: dist.ProcessGroup) -> Tensor:

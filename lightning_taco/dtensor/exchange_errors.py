@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_taco.collectives import timing
 from lightning_taco.collectives.traffic import compressed_sent_bytes, stock_sent_bytes
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.errors import ErrorKey, is_sampling
+from lightning_taco.dtensor.errors import is_sampling
 from lightning_taco.dtensor.exact import exact_exchange, exact_sum, share_of_sum
-from lightning_taco.dtensor.session import REDUCING_KINDS, CompressionSession, Exchange
+from lightning_taco.dtensor.exchange import REDUCING_KINDS, Exchange, SiteKey
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.dtensor.sums import SumsBySite
 from lightning_taco.metrics.energy import energy, ratio
 
 NUM_SUMS = 4
@@ -56,32 +57,28 @@ class ExchangeErrors:
     def __init__(self, session: CompressionSession, num_sites: int | None) -> None:
         self._session = session
         self._num_sites = num_sites
-        self._places: dict[ErrorKey, int] = {}
+        self._places: dict[SiteKey, int] = {}
         self._first = 0
         """Place of the first site whose turn it is."""
         self._num_known = 0
         """Sites known when it was chosen; 0 in the first sample."""
         self._device = torch.device("cpu")
-        self._saved_bytes: dict[ErrorKey, int] = {}
-        self._sums: dict[ErrorKey, Tensor] = {}
+        self._saved_bytes: dict[SiteKey, int] = {}
+        self._sums = SumsBySite()
 
     def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
         if not is_sampling(self._session):
             return
-        key = ErrorKey(site.name, site.direction, exchange.kind)
+        key = SiteKey.of(exchange, site)
         self._device = exchange.tensor.device
         saved = self._saved_bytes.get(key, 0)
         self._saved_bytes[key] = saved + _saved_bytes(exchange, codec, self._session.world_size)
         if exchange.tensor.numel() == 0 or not self._is_turn_of(key):
             return
-        # Autocast would run norms in the model's low precision.
-        device = exchange.tensor.device.type
-        with timing.aside(), torch.no_grad(), torch.autocast(device, enabled=False):
-            sums = self._measure(replace(exchange, tensor=exchange.tensor.detach()), site, codec)
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        self._sums.add(key, exchange, lambda measured: self._measure(measured, site, codec))
 
-    def read(self) -> dict[ErrorKey, ExchangeError]:
+    def read(self) -> dict[SiteKey, ExchangeError]:
         """What was seen, the same on every rank, and on to the next sites; all ranks call it. Waits for the device."""
         if not self._saved_bytes:
             return {}
@@ -106,7 +103,7 @@ class ExchangeErrors:
             self._first = (self._first + self._num_sites) % len(self._places)
             self._num_known = len(self._places)
 
-    def _is_turn_of(self, key: ErrorKey) -> bool:
+    def _is_turn_of(self, key: SiteKey) -> bool:
         if self._num_sites is None:
             return True
         place = self._places.setdefault(key, len(self._places))
@@ -139,7 +136,7 @@ def _saved_bytes(exchange: Exchange, codec: CodecConfig, world_size: int) -> int
     return stock - compressed_sent_bytes(exchange.kind, tensor.numel(), world_size, codec)
 
 
-def _exchange_error(key: ErrorKey, row: list[float], *, is_measured: bool) -> ExchangeError:
+def _exchange_error(key: SiteKey, row: list[float], *, is_measured: bool) -> ExchangeError:
     saved_bytes, error_energy, result_energy, part_energy, total_energy = row
     if not is_measured:
         return ExchangeError(int(saved_bytes))

@@ -9,15 +9,15 @@ from functools import lru_cache
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco.codec.reference import hadamard_transform_reference
-from lightning_taco.collectives import timing
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.errors import ErrorKey, is_sampling
-from lightning_taco.dtensor.session import CompressionSession, Exchange
+from lightning_taco.dtensor.errors import is_sampling
+from lightning_taco.dtensor.exchange import Exchange, SiteKey
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.dtensor.sums import SumsBySite
 
 BINS_PER_OCTAVE = 16  # an edge is 4.4% above the one below
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -12, 12
@@ -85,41 +85,34 @@ class HistogramSampler:
 
     def __init__(self, session: CompressionSession) -> None:
         self._session = session
-        self._kept: frozenset[ErrorKey] | None = None
-        self._counts: dict[ErrorKey, Tensor] = {}
-        self._is_rotated: dict[ErrorKey, bool] = {}
+        self._kept: frozenset[SiteKey] | None = None
+        self._counts = SumsBySite()
+        self._is_rotated: dict[SiteKey, bool] = {}
 
     def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
         if not is_sampling(self._session):
             return
-        key = ErrorKey(site.name, site.direction, exchange.kind)
+        key = SiteKey.of(exchange, site)
         if exchange.tensor.numel() < codec.block_size or not (self._kept is None or key in self._kept):
             return
-        device = exchange.tensor.device.type
-        with timing.aside(), torch.no_grad(), torch.autocast(device, enabled=False):
-            counts = _counts(exchange.tensor.detach(), codec)
-        self._counts[key] = self._counts[key] + counts if key in self._counts else counts
+        self._counts.add(key, exchange, lambda counted: _counts(counted.tensor, codec))
         self._is_rotated[key] = codec.rotation
 
-    def read(self, keys: list[ErrorKey]) -> dict[ErrorKey, RotationHistograms]:
+    def read(self, keys: list[SiteKey]) -> dict[SiteKey, RotationHistograms]:
         """The histograms of those of `keys` that were seen, the same on every rank; all ranks call it, with the same.
 
         Waits for the device.
         """
-        found = [key for key in keys if key in self._counts]
-        if not found:
-            return {}
-        table = torch.stack([self._counts[key] for key in found])
-        dist.all_reduce(table, group=self._session.group)
+        found = self._counts.over(self._session.group, [key for key in keys if key in self._counts])
         edges = _edges()
         histograms = {}
-        for key, (before, after) in zip(found, table.tolist(), strict=True):
+        for key, (before, after) in found.items():
             rotated = Histogram(edges, tuple(after)) if self._is_rotated[key] else None
             histograms[key] = RotationHistograms(Histogram(edges, tuple(before)), rotated)
         return histograms
 
-    def keep(self, keys: list[ErrorKey]) -> None:
+    def keep(self, keys: list[SiteKey]) -> None:
         """Count only at `keys` from now on."""
         self._kept = frozenset(keys)
 

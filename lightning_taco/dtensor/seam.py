@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_taco import _compat
 from lightning_taco.dtensor import traced
-from lightning_taco.dtensor.session import (
-    PARAMETER_REASON,
-    Exchange,
+from lightning_taco.dtensor.exchange import Exchange
+from lightning_taco.dtensor.outcomes import PARAMETER_REASON
+from lightning_taco.dtensor.scopes import (
     any_attached,
     bypass,
     session_for_tracing,

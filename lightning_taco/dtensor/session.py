@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_taco import _compat
-from lightning_taco.codec import VALUE_DTYPES
-from lightning_taco.collectives.algorithms import Algorithm, sent_bytes
-from lightning_taco.collectives.algorithms import exchange as run_exchange
+from lightning_taco.collectives.algorithms import sent_bytes
 from lightning_taco.collectives.break_even import BreakEven
 from lightning_taco.collectives.hierarchy import Hierarchy
 from lightning_taco.collectives.peer_memory import PeerMemory
@@ -29,69 +26,16 @@ from lightning_taco.collectives.traffic import (
     stock_sent_bytes,
 )
 from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.dtensor import scopes
 from lightning_taco.dtensor.channel_order import ChannelOrder, ChannelOrders
+from lightning_taco.dtensor.exchange import Exchange, Observer
+from lightning_taco.dtensor.kept_orders import KeptOrders
+from lightning_taco.dtensor.outcomes import COMPRESSED, PARAMETER_REASON, nothing_compressed_reason
+from lightning_taco.dtensor.settings_words import settings_difference, settings_in_words
 from lightning_taco.dtensor.sites import ModuleSites, Site
-from lightning_taco.dtensor.suspensions import SUSPENDED_PREFIX, SiteKey, Suspensions
+from lightning_taco.dtensor.suspensions import SiteKey, Suspensions
 
 logger = logging.getLogger(__name__)
-
-COMPRESSED = "compressed"
-PARAMETER_REASON = "parameter or its gradient"
-REDUCING_KINDS = ("all_reduce", "reduce_scatter")
-CODEC_SETTINGS = ("forward", "backward", "exclude", "recipes")
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One redistribution of a local tensor over the tensor-parallel axis, as DTensor asks for it."""
-
-    kind: Kind
-    tensor: Tensor
-    op: str = "sum"
-    """Reduction of an all-reduce or a reduce-scatter."""
-    dim: int = 0
-    """The dim along which shards are joined (all-gather, all-to-all) or cut (reduce-scatter)."""
-    scatter_dim: int = 0
-    """The dim that an all-to-all cuts."""
-    is_scalar_like: bool = False
-    """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
-    algorithm: Algorithm | None = None
-    """By which it goes when it is compressed; ``None``: by default."""
-    ranks: Hierarchy | None = None
-    """Of a group that spans hosts, for the algorithm that goes by them."""
-
-    @property
-    def resharded_dims(self) -> tuple[int, ...]:
-        """The dims that it cuts or joins: of these a rank holds, before or after, a part."""
-        if self.kind == "all_reduce":
-            return ()
-        return (self.dim, self.scatter_dim) if self.kind == "all_to_all" else (self.dim,)
-
-    def full_bytes(self, num_ranks: int) -> int:
-        """Of the whole tensor, before compression."""
-        num_shards = num_ranks if self.kind == "all_gather" else 1
-        return self.tensor.numel() * self.tensor.element_size() * num_shards
-
-    def run(
-        self, codec: CodecConfig, group: dist.ProcessGroup, seed: int = 0, memory: PeerMemory | None = None
-    ) -> Tensor:
-        """Exchange the tensor, compressed; over `memory` if there is one."""
-        return run_exchange(
-            self.kind,
-            self.tensor,
-            codec,
-            group,
-            algorithm=self.algorithm,
-            ranks=self.ranks,
-            memory=memory,
-            op=self.op,
-            dim=self.dim,
-            scatter_dim=self.scatter_dim,
-            seed=seed,
-        )
-
-
-Observer = Callable[[Exchange, Site, CodecConfig], None]
 
 
 class CompressionSession:
@@ -118,7 +62,6 @@ class CompressionSession:
         memory: what the group's GPUs have mapped of each other; ``None`` to go over the process group.
         step: training steps begun; part of the seed of stochastic rounding.
         microbatch: of the step, which runs now; another part of it.
-        channel_orders: the orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec.
     """
 
     def __init__(
@@ -145,11 +88,10 @@ class CompressionSession:
         self.step = 0
         self.microbatch = 0
         self._inform = inform
-        self.channel_orders = self._new_channel_orders()
+        self._orders = KeptOrders(self._new_channel_orders)
         self._suspensions = Suspensions()
         self._next_settings: tuple[CompressionConfig, Literal["e4m3", "int8"]] | None = None
         self._opened_with = settings_in_words(config, element)
-        self._saved_orders: tuple[dict[str, str], Mapping[str, Any]] | None = None  # of settings not yet switched to
         self._warn = warn
         self._warnings: set[str] = set()
         self._is_training_forward = False
@@ -161,19 +103,20 @@ class CompressionSession:
         """Ranks of the tensor-parallel group."""
         return self.group.size()
 
+    @property
+    def channel_orders(self) -> ChannelOrders | None:
+        """The orders of codecs with ``reshape="calibrated"``; ``None`` when there is no such codec."""
+        return self._orders.current
+
     def attach(self, module: nn.Module) -> None:
         """Follow `module` too: its exchanges know their site, and its parameters are known."""
         self.sites.attach(module)
-        with _SCOPE_LOCK:
-            if self not in _ATTACHED:
-                _ATTACHED.append(self)
+        scopes.attach(self)
         self._parameter_storages |= {_storage(parameter) for parameter in module.parameters()} - {0}
 
     def detach(self) -> None:
         """Remove every hook from the module."""
-        with _SCOPE_LOCK:
-            if self in _ATTACHED:
-                _ATTACHED.remove(self)
+        scopes.detach(self)
         self.sites.detach()
         self._parameter_storages = set()
         self.observers.clear()
@@ -191,11 +134,11 @@ class CompressionSession:
             self._start_step()
         was_training_forward = self._is_training_forward
         self._is_training_forward = is_new_step
-        enter_scope(self)
+        scopes.enter_scope(self)
         try:
             yield
         finally:
-            leave_scope(self)
+            scopes.leave_scope(self)
             self._is_training_forward = was_training_forward
 
     def start_microbatch(self, index: int) -> None:
@@ -283,13 +226,9 @@ class CompressionSession:
 
         Suspensions are not looked at: what is traced into a graph outlives them.
         """
-        tensor = exchange.tensor
-        if tensor.dtype not in VALUE_DTYPES:
-            return None, f"dtype {str(tensor.dtype).removeprefix('torch.')}"
-        if exchange.kind in REDUCING_KINDS and exchange.op not in ("sum", "avg"):
-            return None, f"reduction {exchange.op}"
-        if exchange.is_scalar_like or tensor.dim() < 2 or tensor.shape[-1] == 1:
-            return None, "loss, norm or bias (no feature dim)"
+        reason = exchange.why_never_compressed()
+        if reason is not None:
+            return None, reason
         min_bytes, full_bytes = self.config.min_bytes, exchange.full_bytes(self.world_size)
         if min_bytes != "auto" and full_bytes < min_bytes:
             return None, f"smaller than min_bytes={min_bytes}"
@@ -298,9 +237,9 @@ class CompressionSession:
             return None, f"excluded in {site.direction}"
         if min_bytes == "auto" and self.break_even.segment(exchange.kind, codec, full_bytes) is None:
             return None, self.break_even.refusal(exchange.kind, codec)
-        if _BYPASS.reason:
-            return None, _BYPASS.reason
-        if self._is_parameter(tensor, site):
+        if reason := scopes.bypass_reason():
+            return None, reason
+        if self._is_parameter(exchange.tensor, site):
             return None, PARAMETER_REASON
         return codec, COMPRESSED
 
@@ -323,17 +262,7 @@ class CompressionSession:
 
     def nothing_compressed_reason(self) -> str | None:
         """Why nothing has been compressed so far, or ``None`` if something has, or nothing could be (one rank)."""
-        if self.world_size == 1 or self.traffic.total(outcome=COMPRESSED).num_messages:
-            return None
-        counts = self.traffic.stock_reasons()
-        reasons = {why: count for why, count in counts.items() if not why.startswith(SUSPENDED_PREFIX)}
-        if counts and not reasons:
-            return None  # somebody has asked for it
-        if not reasons:
-            return (
-                "DTensor redistributed nothing over the tensor-parallel axis (is the model parallelised with DTensor?)"
-            )
-        return ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+        return None if self.world_size == 1 else nothing_compressed_reason(self.traffic)
 
     def codec_of(self, site: str, direction: Direction) -> CodecConfig | None:
         """The codec of module `site` in `direction`, its element resolved; ``None`` where nothing is compressed."""
@@ -354,12 +283,11 @@ class CompressionSession:
 
         The same on all ranks. All ranks call it, since channel orders that are still being calibrated are gathered.
         """
-        orders = self.channel_orders
         return {
             "settings": self._opened_with,
             "current_settings": settings_in_words(self.config, self.element),
             "step": self.step,
-            "channel_orders": None if orders is None else orders.state_dict(),
+            "channel_orders": self._orders.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -368,11 +296,9 @@ class CompressionSession:
         if difference is not None:
             self._warn(f"The checkpoint was written with other compression than is given, which is used: {difference}.")
         self.step = state["step"]
-        orders, current = state["channel_orders"], state.get("current_settings", state["settings"])
-        if orders is not None and current != state["settings"]:
-            self._saved_orders = (current, orders)  # of settings that a schedule will switch to again
-        elif orders is not None and self.channel_orders is not None:
-            self.channel_orders.load_state_dict(orders)
+        if state["channel_orders"] is not None:
+            current = state.get("current_settings", state["settings"])
+            self._orders.load_state_dict(state["channel_orders"], state["settings"], current)
 
     def _start_step(self) -> None:
         self.step += 1
@@ -386,14 +312,9 @@ class CompressionSession:
 
     def _apply_settings(self, config: CompressionConfig, element: Literal["e4m3", "int8"]) -> None:
         before = settings_in_words(self.config, self.element)
-        now = settings_in_words(config, element)
         self.config, self.element = config, element
         self._codecs.clear()
-        if any(before[name] != now[name] for name in CODEC_SETTINGS):
-            self.channel_orders = self._new_channel_orders()
-        if self._saved_orders is not None and self._saved_orders[0] == now and self.channel_orders is not None:
-            self.channel_orders.load_state_dict(self._saved_orders[1])
-            self._saved_orders = None
+        self._orders.follow(before, settings_in_words(config, element))
 
     def _new_channel_orders(self) -> ChannelOrders | None:
         if not any(codec.reshape == "calibrated" for codec in self.config.codecs):
@@ -416,97 +337,5 @@ class CompressionSession:
         return _compat.storage_pointer(local) in self._parameter_storages
 
 
-def settings_in_words(config: CompressionConfig, element: Literal["e4m3", "int8"]) -> dict[str, str]:
-    """Each of the settings as text, to be compared: codecs with ``element="auto"`` resolved to `element`."""
-    codecs = {"forward": config.forward, "backward": config.backward}
-    words = {name: "as it is" if codec is None else str(codec.resolved(element)) for name, codec in codecs.items()}
-    others = ("min_bytes", "exclude", "recipes", "during_validation")
-    return words | {name: str(getattr(config, name)) for name in others}
-
-
-def settings_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Where two `settings_in_words` differ, with both; ``None`` where they do not."""
-    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
-    return "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names) or None
-
-
 def _storage(parameter: Tensor) -> int:
     return _compat.storage_pointer(parameter._local_tensor if isinstance(parameter, DTensor) else parameter)
-
-
-class _Bypass(threading.local):
-    reason: str | None = None
-
-
-_BYPASS = _Bypass()
-
-
-@contextmanager
-def bypass(reason: str) -> Iterator[None]:
-    """Send everything as it is while the block runs, in this thread; `reason` is what the counters say."""
-    previous = _BYPASS.reason
-    _BYPASS.reason = reason
-    try:
-        yield
-    finally:
-        _BYPASS.reason = previous
-
-
-# Sessions in scope, innermost last. Process-wide, since autograd's threads must see them too; a session is found by its
-# group, so strategies (and, in tests, ranks that are threads) do not meet.
-_IN_SCOPE: list[CompressionSession] = []
-_ATTACHED: list[CompressionSession] = []
-_SCOPE_LOCK = threading.Lock()
-
-
-def enter_scope(session: CompressionSession) -> None:
-    """Put `session` in scope once more."""
-    with _SCOPE_LOCK:
-        _IN_SCOPE.append(session)
-
-
-def leave_scope(session: CompressionSession) -> None:
-    """Take `session` out of scope once."""
-    with _SCOPE_LOCK:
-        for index in range(len(_IN_SCOPE) - 1, -1, -1):
-            if _IN_SCOPE[index] is session:
-                del _IN_SCOPE[index]
-                return
-
-
-def sessions_in_scope() -> tuple[CompressionSession, ...]:
-    """All sessions in scope, innermost last."""
-    return tuple(_IN_SCOPE)
-
-
-def session_in_scope(group: dist.ProcessGroup) -> CompressionSession | None:
-    """The innermost session in scope on `group`."""
-    return _last_on(group, _IN_SCOPE)
-
-
-def session_for_tracing(group: dist.ProcessGroup) -> CompressionSession | None:
-    """The session whose settings a graph that is traced now is made for: a graph outlives the scope it is traced in."""
-    return _last_on(group, _IN_SCOPE) or _last_on(group, _ATTACHED)
-
-
-def any_attached() -> bool:
-    """Whether any session of this process is in scope or follows a module."""
-    return bool(_IN_SCOPE or _ATTACHED)
-
-
-def _last_on(group: dist.ProcessGroup, sessions: list[CompressionSession]) -> CompressionSession | None:
-    """The last session on `group`, or else on another group of the same ranks in the same order.
-
-    DTensor keeps redistributions that it has planned once: in a second run of one process it may ask for an exchange
-    over the first run's group.
-    """
-    exact = next((session for session in reversed(sessions) if session.group == group), None)
-    if exact is not None or not sessions:
-        return exact
-    place = _place(group)
-    return next((session for session in reversed(sessions) if _place(session.group) == place), None)
-
-
-def _place(group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
-    """This process's place in `group`, and the ranks of it: what tells groups of ranks that are threads apart, too."""
-    return group.rank(), tuple(dist.get_process_group_ranks(group))

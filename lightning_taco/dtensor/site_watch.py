@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_taco.codec import decode, encode
-from lightning_taco.collectives import timing
 from lightning_taco.config import CodecConfig
 from lightning_taco.dtensor.exact import exact_exchange
-from lightning_taco.dtensor.session import REDUCING_KINDS, CompressionSession, Exchange
+from lightning_taco.dtensor.exchange import REDUCING_KINDS, Exchange, SiteKey
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
-from lightning_taco.dtensor.suspensions import SiteKey
+from lightning_taco.dtensor.sums import SumsBySite
 from lightning_taco.metrics.energy import energy, ratio
 
 NUM_GAUSSIAN_VALUES = 1 << 15
@@ -60,7 +60,7 @@ class SiteWatch:
     def __init__(self, session: CompressionSession, trials: Collection[SiteKey] = ()) -> None:
         self._session = session
         self._trials = frozenset(trials)
-        self._sums: dict[SiteKey, Tensor] = {}
+        self._sums = SumsBySite()
         self.codecs: dict[SiteKey, CodecConfig] = {}
 
     def open(self, *, is_sample: bool) -> None:
@@ -80,30 +80,21 @@ class SiteWatch:
                 observers.remove(own)
 
     def _observe_trial(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
-        if SiteKey(site.name, site.direction, exchange.kind) in self._trials:
+        if SiteKey.of(exchange, site) in self._trials:
             self.observe(exchange, site, codec)
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
-        key = SiteKey(site.name, site.direction, exchange.kind)
         if exchange.tensor.numel() == 0:
             return
+        key, seed = SiteKey.of(exchange, site), self._session.seed(exchange.kind, site)
         self.codecs[key] = codec
-        exchange = replace(exchange, tensor=exchange.tensor.detach().float())
-        # Autocast would run norms in the model's low precision.
-        with timing.aside(), torch.no_grad(), torch.autocast(exchange.tensor.device.type, enabled=False):
-            sums = self._measure(exchange, codec, self._session.seed(exchange.kind, site))
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        self._sums.add(key, exchange, lambda measured: self._measure(measured, codec, seed))
 
     def read(self) -> dict[SiteKey, Sighting]:
         """What was seen, the same on every rank; all ranks of all replicas call it. Waits for the device."""
-        group, replicas = self._session.group, self._session.replicas
-        rows: dict[SiteKey, tuple[float, ...]] = {}
-        if self._sums:
-            table = torch.stack(list(self._sums.values()))
-            dist.all_reduce(table, group=group)
-            rows = {key: tuple(row) for key, row in zip(self._sums, table.tolist(), strict=True)}
-        sightings = [{key: _sighting(*row) for key, row in rows.items()}]
+        replicas = self._session.replicas
+        sightings = [{key: _sighting(*row) for key, row in self._sums.over(self._session.group).items()}]
         if replicas is not None:
             gathered: list[Any] = [None] * replicas.size()
             dist.all_gather_object(gathered, (sightings[0], self.codecs), group=replicas)
@@ -113,7 +104,8 @@ class SiteWatch:
 
     def _measure(self, exchange: Exchange, codec: CodecConfig, seed: int) -> Tensor:
         """float64 ``[3]``: squared error, squared norm, values of the result that are not finite."""
-        group, values = self._session.group, exchange.tensor
+        group, values = self._session.group, exchange.tensor.float()
+        exchange = replace(exchange, tensor=values)
         if exchange.kind in REDUCING_KINDS:
             exact = exact_exchange(exchange, group)
             result = exchange.run(codec, group, seed)

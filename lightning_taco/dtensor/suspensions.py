@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lightning_taco.collectives.traffic import Direction, Kind
+from lightning_taco.dtensor.exchange import SiteKey
 
 SUSPENDED_PREFIX = "suspended by "
-
-
-class SiteKey(NamedTuple):
-    """One kind of exchange of one module in one direction; equal to the `ErrorKey` of the same place."""
-
-    site: str
-    direction: Direction
-    kind: Kind
 
 
 class Suspensions:

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from lightning_taco import _compat
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.session import CompressionSession, Exchange, session_in_scope
+from lightning_taco.dtensor.exchange import Exchange
+from lightning_taco.dtensor.scopes import session_in_scope
+from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
 
 BY_NAME_REASON = "compiled: settings go by module names, which are not known"

@@ -26,6 +26,9 @@ class Heat(NamedTuple):
     rows: list[str]
     columns: list[tuple[float, float]]
     """The first and the last step of each."""
+    middles: list[float]
+    """Where each is drawn: in the middle of its part of all steps. So they lie evenly, which is drawn in a third of the
+    time: plotly colours pixels then, and not a rectangle for each cell."""
     cells: list[list[float | None]]
     marks: list[HeatMark]
 
@@ -39,7 +42,7 @@ def heat_of(series: Mapping[str, Series], max_columns: int = MAX_COLUMNS) -> Hea
 
     Cost: one pass over the values.
     """
-    columns = _columns(sorted({step for each in series.values() for step in each.steps}), max_columns)
+    columns, middles = _columns(sorted({step for each in series.values() for step in each.steps}), max_columns)
     cells: list[list[float | None]] = []
     marks: list[HeatMark] = []
     starts = [first for first, _ in columns]
@@ -47,20 +50,22 @@ def heat_of(series: Mapping[str, Series], max_columns: int = MAX_COLUMNS) -> Hea
         found, odd = _row(each, starts)
         cells.append([None if value is None else rounded(value) for value in found])
         marks += [HeatMark(column, row, name) for column, name in sorted(odd.items())]
-    return Heat(list(series), columns, cells, marks)
+    return Heat(list(series), columns, middles, cells, marks)
 
 
-def _columns(steps: list[float], max_columns: int) -> list[tuple[float, float]]:
+def _columns(steps: list[float], max_columns: int) -> tuple[list[tuple[float, float]], list[float]]:
     if len(steps) <= max_columns:
-        return [(rounded(step), rounded(step)) for step in steps]
+        kept = [rounded(step) for step in steps]
+        return list(zip(kept, kept, strict=True)), kept
     width = (steps[-1] - steps[0]) / max_columns
-    columns, start = [], 0
+    columns, middles, start = [], [], 0
     for number in range(1, max_columns + 1):
         end = len(steps) if number == max_columns else bisect_left(steps, steps[0] + number * width, lo=start)
         if end > start:
             columns.append((rounded(steps[start]), rounded(steps[end - 1])))
+            middles.append(steps[0] + (number - 0.5) * width)
         start = end
-    return columns
+    return columns, middles
 
 
 def _row(series: Series, starts: list[float]) -> tuple[list[float | None], dict[int, str]]:

@@ -72,7 +72,6 @@ def lines_of(series: Mapping[str, Series]) -> dict[str, Line]:
 
 def heat_figure(heat: Heat, events: Sequence[LoggedEvent]) -> Figure:
     """The relative errors; the page draws their logarithms, and writes the text of each cell from ``layout.meta``."""
-    middles = [(first + last) / 2 for first, last in heat.columns]
     labels = [html.escape(name) for name in heat.rows]
     rows = list(range(len(labels)))
     height = min(MAX_HEAT_HEIGHT, max(MIN_HEAT_HEIGHT, 110 + ROW_HEIGHT * len(rows)))
@@ -92,7 +91,7 @@ def heat_figure(heat: Heat, events: Sequence[LoggedEvent]) -> Figure:
     layout["meta"] = {"sites": labels, "columns": [_steps_text(*column) for column in heat.columns]}
     cells = {
         "type": "heatmap",
-        "x": middles,
+        "x": heat.middles,
         "y": rows,
         "z": heat.cells,
         "colorscale": "Viridis",
@@ -103,7 +102,7 @@ def heat_figure(heat: Heat, events: Sequence[LoggedEvent]) -> Figure:
     marks = {
         "type": "scatter",
         "mode": "markers",
-        "x": [middles[mark.column] for mark in heat.marks],
+        "x": [heat.middles[mark.column] for mark in heat.marks],
         "y": [mark.row for mark in heat.marks],
         "text": [f"{labels[m.row]}<br>{_steps_text(*heat.columns[m.column])}: {m.name}" for m in heat.marks],
         "hovertemplate": "%{text}<extra></extra>",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_taco.codec import MessageLayout, decode, encode
 from lightning_taco.config import GAUSSIAN_ELEMENTS, CodecConfig
 from lightning_taco.dtensor.exact import exact_exchange
-from lightning_taco.dtensor.session import Exchange
+from lightning_taco.dtensor.exchange import Exchange
 from lightning_taco.study.baselines import BASELINES, Baseline, Reconstruction
 from lightning_taco.study.settings import StudySettings
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taco.config import CodecConfig
-from lightning_taco.dtensor.errors import ErrorKey
 from lightning_taco.dtensor.exact import exact_exchange, exact_sum, share_of_sum
-from lightning_taco.dtensor.session import REDUCING_KINDS, Exchange
+from lightning_taco.dtensor.exchange import REDUCING_KINDS, Exchange, SiteKey
 from lightning_taco.dtensor.sites import Site
+from lightning_taco.dtensor.sums import SumsBySite
 from lightning_taco.metrics.energy import energy
 from lightning_taco.study import figures
 from lightning_taco.study.candidates import Candidate
@@ -36,7 +36,7 @@ class SiteSums:
         codecs: sums of each candidate, in their order.
     """
 
-    key: ErrorKey
+    key: SiteKey
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_seen: int
@@ -49,8 +49,6 @@ class _Record:
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_seen: int = 0
-    sums: Tensor | None = None
-    """float64 ``[1 + candidates, NUM_COLUMNS]``: `MessageSums`, then `CodecSums`, filled up with zeros."""
 
 
 class MessageRecorder:
@@ -75,44 +73,35 @@ class MessageRecorder:
         candidates: Sequence[Candidate],
         group: dist.ProcessGroup,
         max_messages: int,
-        on_progress: Callable[[ErrorKey, int], None] | None = None,
+        on_progress: Callable[[SiteKey, int], None] | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
         self.group = group
         self.max_messages = max_messages
         self.num_messages = 0
         self._on_progress = on_progress
-        self._records: dict[ErrorKey, _Record] = {}
+        self._records: dict[SiteKey, _Record] = {}
+        self._sums = SumsBySite()
+        """float64 ``[1 + candidates, NUM_COLUMNS]`` each: `MessageSums`, then `CodecSums`, filled up with zeros."""
 
     def __call__(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
         """Observe one exchange."""
         tensor = exchange.tensor
         if tensor.numel() == 0:
             return
-        key = ErrorKey(site.name, site.direction, exchange.kind)
+        key = SiteKey.of(exchange, site)
         record = self._records.setdefault(key, _Record(tuple(tensor.shape), tensor.dtype))
         record.num_seen += 1
         if record.num_seen > self.max_messages:
             return
         self.num_messages += 1
-        # Autocast would run inner products and norms in the model's low precision.
-        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            sums = self._measure(key, replace(exchange, tensor=tensor.detach().float()))
-        record.sums = sums if record.sums is None else record.sums + sums
+        self._sums.add(key, exchange, lambda measured: self._measure(key, measured))
 
     def read(self) -> list[SiteSums]:
         """What was measured, the same on every rank; all ranks of the group call it. Waits for the device."""
-        records = {key: record for key, record in self._records.items() if record.sums is not None}
-        if not records:
-            return []
-        table = torch.stack([record.sums for record in records.values() if record.sums is not None])
-        dist.all_reduce(table, group=self.group)
-        return [
-            self._site_sums(key, record, rows)
-            for (key, record), rows in zip(records.items(), table.tolist(), strict=True)
-        ]
+        return [self._site_sums(key, self._records[key], rows) for key, rows in self._sums.over(self.group).items()]
 
-    def _site_sums(self, key: ErrorKey, record: _Record, rows: list[list[float]]) -> SiteSums:
+    def _site_sums(self, key: SiteKey, record: _Record, rows: list[list[float]]) -> SiteSums:
         num_ranks = self.group.size()
         messages = MessageSums(*rows[0][: len(MessageSums._fields)])
         messages = messages._replace(
@@ -121,8 +110,9 @@ class MessageRecorder:
         codecs = tuple(CodecSums(*row[: len(CodecSums._fields)]) for row in rows[1:])
         return SiteSums(key, record.shape, record.dtype, record.num_seen, messages, codecs)
 
-    def _measure(self, key: ErrorKey, exchange: Exchange) -> Tensor:
-        """``[1 + candidates, NUM_COLUMNS]`` of one fp32 exchange."""
+    def _measure(self, key: SiteKey, exchange: Exchange) -> Tensor:
+        """``[1 + candidates, NUM_COLUMNS]`` of one exchange, in fp32."""
+        exchange = replace(exchange, tensor=exchange.tensor.float())
         message = Message.of(exchange.tensor)
         exact, reduced_energy = self._exact(exchange)
         is_finite = self._is_finite_everywhere(exchange.tensor, exact)
