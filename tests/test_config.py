@@ -39,7 +39,8 @@ INT8 = CodecConfig(element="int8")
         ({"block_size": 96}, "block_size=96 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
         (
             {"block_size": 2048},
-            "block_size=2048 is for values that are not rotated, but rotation=True was given; use rot",
+            "block_size=2048 is for values that are not rotated, but rotation=True was given; use rotation=False, or a "
+            "block_size of 512 or less.",
         ),
         ({"block_size": 1024}, "block_size=1024 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
         ({"block_size": 0}, "block_size=0 is not supported; use one of 32, 64, 128, 256, 512, 2048."),
@@ -285,7 +286,7 @@ def test_resolving_what_a_user_passes() -> None:
             {"min_byte": 3},
             ValueError,
             "compression has no field 'min_byte'; it has 'forward', 'backward', 'min_bytes', 'exclude', 'recipes', "
-            "'during_validation'.",
+            "'during_validation', 'transport'.",
         ),
         (
             {"backward": {"block_sise": 64}},
