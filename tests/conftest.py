@@ -27,14 +27,15 @@ NUM_DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 BROWSER_PROGRAMS = ("chromium", "chromedriver")
 # Files that take more than half a minute. A worker has a whole file: one that begins late is waited for by all.
 LONGEST = (
-    "codec_family",
-    "trainer_checkpoints",
     "trainer_strategy",
+    "trainer_checkpoints",
     "pipeline_3d",
     "pipeline_trainer",
     "parity",
+    "seam",
     "launch",
     "codec_kernels",
+    "examples_models",
     "fabric_strategy",
 )
 deselected = pytest.StashKey[Counter[str]]()
