@@ -283,7 +283,7 @@ def test_study_reads_its_candidates_and_the_file_of_fit(capsys: pytest.CaptureFi
     [
         ("--study.steps=3", "steps"),
         ("--study.num_steps=two", "num_steps"),
-        ("--study.candidates=[{element: int7}]", "int7"),
+        ("--study.candidates=[{element: int9}]", "int9"),
     ],
 )
 def test_wrong_option_of_a_study_is_named(capsys: pytest.CaptureFixture[str], option: str, message: str) -> None:

@@ -16,6 +16,7 @@ from lightning_taco.collectives import (
     reduce_scatter,
 )
 from lightning_taco.collectives.traffic import Kind, compressed_sent_bytes, stock_sent_bytes
+from lightning_taco.collectives.transport import Arriving
 from lightning_taco.config import CodecConfig
 from tests.ranks import run_threads
 
@@ -93,13 +94,13 @@ class CountingTransport(ProcessGroupTransport):
 
     sent_bytes: int
 
-    def all_to_all(self, messages: Tensor) -> Tensor:
+    def start_all_to_all(self, messages: Tensor, is_async: bool) -> Arriving:
         self._count(messages.shape[1])
-        return super().all_to_all(messages)
+        return super().start_all_to_all(messages, is_async)
 
-    def all_gather(self, message: Tensor) -> Tensor:
+    def start_all_gather(self, message: Tensor, is_async: bool) -> Arriving:
         self._count(message.shape[1])
-        return super().all_gather(message)
+        return super().start_all_gather(message, is_async)
 
     def _count(self, message_bytes: int) -> None:
         previous = getattr(self, "sent_bytes", 0)
