@@ -317,3 +317,33 @@ def from_fields(cls: type[Any], fields: Mapping[str, Any], what: str) -> Any:
         known = _listed(tuple(cls.__dataclass_fields__))
         raise ValueError(f"{what} has no field {unknown[0]!r}; it has {known}.")
     return cls(**fields)
+
+
+def resolve_settings(value: Any, cls: type[Any], recipes: Mapping[str, Any], what: str) -> Any:
+    """Turn what a user may pass for an axis's settings into an object of `cls`, or ``None`` when nothing is to be done.
+
+    Args:
+        value: settings, their fields as a mapping (codecs as mappings too), the name of a recipe, or ``None`` for off.
+        cls: of the settings; has ``is_empty``.
+        recipes: by name; ``None`` for off.
+        what: the argument that the user gave.
+
+    Raises:
+        ValueError: for an unknown recipe or field.
+        TypeError: for a value of another type.
+    """
+    if isinstance(value, str):
+        if value not in recipes:
+            known = ", ".join(map(repr, recipes))
+            raise ValueError(f"{what}={value!r} is not a recipe; use one of {known}, None, or a {cls.__name__}.")
+        value = recipes[value]
+    if isinstance(value, Mapping):
+        codecs = {
+            name: from_fields(CodecConfig, each, name) for name, each in value.items() if isinstance(each, Mapping)
+        }
+        value = from_fields(cls, {**value, **codecs}, what)
+    if value is not None and not isinstance(value, cls):
+        raise TypeError(
+            f"{what}={value!r} has type {type(value).__name__}; use a recipe name, None, or a {cls.__name__}."
+        )
+    return None if value is None or value.is_empty else value

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_taco.codec.recode import require_shared_domain
-from lightning_taco.config import PLAIN_BLOCK_SIZE, CodecConfig, from_fields
+from lightning_taco.config import PLAIN_BLOCK_SIZE, CodecConfig, resolve_settings
 
 DEFAULT_MIN_BYTES = 1 << 18
-DATA_PARALLEL_RECIPES = ("sdp4bit", "tlq_hs", "quangrad", "none")
 
 
 def _inside_node() -> CodecConfig:
@@ -130,25 +129,4 @@ def resolve_data_parallel(
         ValueError: for an unknown recipe or field.
         TypeError: for a value of another type.
     """
-    if isinstance(value, str):
-        if value not in RECIPES:
-            known = ", ".join(map(repr, DATA_PARALLEL_RECIPES))
-            raise ValueError(
-                f"data_parallel={value!r} is not a recipe; use one of {known}, None, or a DataParallelConfig."
-            )
-        value = RECIPES[value]
-    if isinstance(value, Mapping):
-        value = _from_fields(value)
-    if value is not None and not isinstance(value, DataParallelConfig):
-        raise TypeError(
-            f"data_parallel={value!r} has type {type(value).__name__}; use a recipe name, None, or a "
-            "DataParallelConfig."
-        )
-    return None if value is None or value.is_empty else value
-
-
-def _from_fields(fields: Mapping[str, Any]) -> DataParallelConfig:
-    codecs = {
-        name: from_fields(CodecConfig, value, name) for name, value in fields.items() if isinstance(value, Mapping)
-    }
-    return from_fields(DataParallelConfig, {**fields, **codecs}, "data_parallel")
+    return resolve_settings(value, DataParallelConfig, RECIPES, "data_parallel")

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_taco.config import CodecConfig, from_fields
+from lightning_taco.config import CodecConfig, resolve_settings
 from lightning_taco.pipeline_parallel.wire import NAMED_CODECS
 
 DEFAULT_MIN_BYTES = 1 << 16
-PIPELINE_RECIPES = ("tah_quant", "int8", "int4", "none")
 
 NamedCodec = Literal["tah_quant", "fixed_point_8", "fixed_point_7", "fixed_point_6"]
 TransferChoice = CodecConfig | NamedCodec | None
@@ -83,17 +82,17 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _recipe(name: str) -> PipelineConfig | None:
-    if name == "int8":
-        return PipelineConfig()
-    if name == "int4":
-        # Few bits are rounded without bias backward, where errors of all micro-batches add up in one gradient.
-        few = CodecConfig(element="int4", levels="gaussian")
-        return PipelineConfig(forward=few, backward=CodecConfig(element="int4", rounding="stochastic"))
-    if name == "tah_quant":
-        # The paper's: TAH-Quant forward, fixed point backward.
-        return PipelineConfig(forward="tah_quant", backward="fixed_point_8")
-    return None
+PIPELINE_RECIPES: dict[str, PipelineConfig | None] = {
+    # The paper's: TAH-Quant forward, fixed point backward.
+    "tah_quant": PipelineConfig(forward="tah_quant", backward="fixed_point_8"),
+    "int8": PipelineConfig(),
+    # Few bits are rounded without bias backward, where errors of all micro-batches add up in one gradient.
+    "int4": PipelineConfig(
+        forward=CodecConfig(element="int4", levels="gaussian"),
+        backward=CodecConfig(element="int4", rounding="stochastic"),
+    ),
+    "none": None,
+}
 
 
 def resolve_pipeline(value: PipelineConfig | Mapping[str, Any] | str | None) -> PipelineConfig | None:
@@ -109,25 +108,4 @@ def resolve_pipeline(value: PipelineConfig | Mapping[str, Any] | str | None) -> 
         ValueError: for an unknown recipe or field.
         TypeError: for a value of another type.
     """
-    if isinstance(value, str):
-        if value not in PIPELINE_RECIPES:
-            known = ", ".join(map(repr, PIPELINE_RECIPES))
-            raise ValueError(
-                f"pipeline_compression={value!r} is not a recipe; use one of {known}, None, or a PipelineConfig."
-            )
-        value = _recipe(value)
-    if isinstance(value, Mapping):
-        value = _from_fields(value)
-    if value is not None and not isinstance(value, PipelineConfig):
-        raise TypeError(
-            f"pipeline_compression={value!r} has type {type(value).__name__}; use a recipe name, None, or a "
-            "PipelineConfig."
-        )
-    return None if value is None or value.is_empty else value
-
-
-def _from_fields(fields: Mapping[str, Any]) -> PipelineConfig:
-    codecs = {
-        name: from_fields(CodecConfig, value, name) for name, value in fields.items() if isinstance(value, Mapping)
-    }
-    return from_fields(PipelineConfig, {**fields, **codecs}, "pipeline_compression")
+    return resolve_settings(value, PipelineConfig, PIPELINE_RECIPES, "pipeline_compression")
