@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_taco import _compat
 from lightning_taco.codec import decode, decode_sum, encode, recode_sum
 from lightning_taco.collectives.transport import Pending, ProcessGroupTransport
 from lightning_taco.config import CodecConfig
@@ -202,13 +201,12 @@ class GradientExchange:
 class _Sent:
     """An exchange under way, and the buffers that it reads."""
 
-    def __init__(self, work: dist.Work | Pending | None, *buffers: Tensor) -> None:
-        self._work, self._buffers = work, buffers
+    def __init__(self, arriving: Pending, *buffers: Tensor) -> None:
+        self._arriving, self._buffers = arriving, buffers
 
     def wait(self) -> None:
         """On CUDA the stream waits, on CPU the process."""
-        if self._work is not None:
-            self._work.wait()
+        self._arriving.wait()
         self._buffers = ()
 
 
@@ -220,6 +218,5 @@ def _start_all_to_all(messages: Tensor, group: dist.ProcessGroup) -> tuple[Tenso
 
 def _start_all_gather(message: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, _Sent]:
     """``[1, bytes]`` of each rank -> ``[ranks, bytes]``."""
-    received = message.new_empty(group.size() * message.numel())
-    work = _compat.all_gather_single(received, message.reshape(-1), group=group, async_op=True)
-    return received.view(group.size(), -1), _Sent(work, message)
+    arriving = ProcessGroupTransport(group).start_all_gather(message.reshape(1, -1), True)
+    return arriving.messages, _Sent(arriving, message)
