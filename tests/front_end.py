@@ -41,7 +41,7 @@ def lower(kernel: Any, messages: str = "*u8", **constants: Any) -> str:
 
 def main() -> None:
     """Lower every kernel of TAH-Quant; of the codec, codes in three planes and in two, and messages by address."""
-    lower(kernels_token_entropy.entropy_kernel, CHUNK=4096)
+    lower(kernels_token_entropy.entropy_kernel)
     lower(kernels_token_entropy.choose_kernel, CHUNK=2048)
     lower(kernels_token_entropy.slots_kernel, CHUNK=2048)
     tile, stochastic = kernels_tah_quant.tile_constants(False), kernels_tah_quant.tile_constants(True)

@@ -1,8 +1,8 @@
 """Which tokens take fewer bits, as Triton kernels: entropies, the choice, and where the others' fourth bits lie.
 
 `codec.token_entropy_reference` is the oracle: the same logarithm, the same order of sums, so the same tokens. Example:
-2 samples of 10 tokens of 300 channels, 2 of 3 bits: `entropy_kernel` has 20 programs, each of which adds up 512 values,
-the last 212 of them zeros; `choose_kernel` has 2 programs. Sample 1 with the lowest entropies at tokens 3 and 7 gets
+2 samples of 10 tokens of 300 channels, 2 of 3 bits: `entropy_kernel` has 20 programs, each of which adds up 64 runs of
+8 values, the last 212 of them zeros; `choose_kernel` has 2 programs. Sample 1 with the lowest entropies at tokens 3 and 7 gets
 the map 0b10001000, 0b00 and the slots 8 9 10 -1 11 12 13 -1 14 15, since sample 0 has the slots 0 to 7.
 
 Loops are written with `while`: older interpreters take no range up to an argument.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_taco.codec.kernel_launch import launch
 from lightning_taco.codec.tah_quant_layout import TahQuantLayout
-from lightning_taco.codec.token_entropy_reference import CHUNK_CHANNELS, LOG2_FACTORS
+from lightning_taco.codec.token_entropy_reference import LANE_CHANNELS, LANES, LOG2_FACTORS
 
 _LOG2_0, _LOG2_1, _LOG2_2, _LOG2_3, _LOG2_4, _LOG2_5 = (tl.constexpr(factor) for factor in LOG2_FACTORS)
 _ONE_BITS = tl.constexpr(0x3F800000)
@@ -25,7 +25,8 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 CHUNK_TOKENS = 2048
 """Tokens that a program which has a whole sample looks at together."""
-WARPS_PER_SAMPLE, WARPS_PER_TOKEN = 8, 4
+WARPS_PER_SAMPLE, WARPS_PER_TOKEN = 8, LANES // 32
+_LANES, _LANE_CHANNELS = tl.constexpr(LANES), tl.constexpr(LANE_CHANNELS)
 
 
 @triton.jit
@@ -47,35 +48,42 @@ def _log2_of(size):
 
 
 @triton.jit
-def _sum(values, SIZE: tl.constexpr):
-    """[SIZE] -> [1], neighbours first."""
+def _pairwise_sum(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, SIZE] -> [ROWS], neighbours first."""
     STAGES: tl.constexpr = _log2_of(SIZE)
     for stage in tl.static_range(STAGES):
-        left, right = tl.split(tl.reshape(values, (SIZE >> (stage + 1), 2)))
+        left, right = tl.split(tl.reshape(values, (ROWS, SIZE >> (stage + 1), 2)))
         values = left + right
-    return values
+    return tl.reshape(values, (ROWS,))
 
 
 @triton.jit
-def entropy_kernel(values_ptr, keys_ptr, num_channels, row_stride, CHUNK: tl.constexpr):
-    """values [tokens, num_channels] -> the bits of each token's entropy, int32 [tokens]; program i: token i."""
+def entropy_kernel(values_ptr, keys_ptr, num_channels, row_stride):
+    """values [tokens, num_channels] -> the bits of each token's entropy, int32 [tokens]; program i: token i.
+
+    A lane is a thread, which reads a run of 16 bytes and adds it up by itself: sums over all values of a tensor at
+    once make the compiler exchange, and spill, at each stage.
+    """
     token = tl.program_id(0).to(tl.int64)
-    one = tl.arange(0, 1)
-    total, weighted = tl.full([1], 0.0, tl.float32), tl.full([1], 0.0, tl.float32)
+    places = tl.arange(0, _LANES)[:, None] * _LANE_CHANNELS + tl.arange(0, _LANE_CHANNELS)[None, :]
+    totals, weighted_sums = tl.full([_LANES], 0.0, tl.float32), tl.full([_LANES], 0.0, tl.float32)
     start = tl.cast(0, tl.int32)
     while start < num_channels:
-        channel = start + tl.arange(0, CHUNK)
+        channel = start + places
         values = tl.load(values_ptr + token * row_stride + channel, mask=channel < num_channels, other=0.0)
         magnitudes = tl.abs(values.to(tl.float32))
-        total += _sum(magnitudes, CHUNK)
-        weighted += _sum(magnitudes * _log2(magnitudes), CHUNK)
-        start += CHUNK
+        totals += _pairwise_sum(magnitudes, _LANES, _LANE_CHANNELS)
+        weighted_sums += _pairwise_sum(magnitudes * _log2(magnitudes), _LANES, _LANE_CHANNELS)
+        start += _LANES * _LANE_CHANNELS
+    total = _pairwise_sum(tl.reshape(totals, (1, _LANES)), 1, _LANES)
+    weighted = _pairwise_sum(tl.reshape(weighted_sums, (1, _LANES)), 1, _LANES)
     is_finite = (tl.abs(total) < float("inf")) & (tl.abs(weighted) < float("inf"))
     is_positive = is_finite & (total > 0)
     divisor = tl.where(is_positive, total, 1.0)
     entropy = _log2(divisor) - tl.div_rn(weighted, divisor)
     entropy = tl.where(is_positive & (entropy > 0), entropy, 0.0)
-    tl.store(keys_ptr + token + one, tl.where(is_finite, entropy.to(tl.int32, bitcast=True), _INF_BITS))
+    key = tl.where(is_finite, entropy.to(tl.int32, bitcast=True), _INF_BITS)
+    tl.store(keys_ptr + token + tl.arange(0, 1), key)
 
 
 @triton.constexpr_function
@@ -169,9 +177,8 @@ def choose_tokens_triton(tokens: Tensor, layout: TahQuantLayout, message: Tensor
     """
     keys = torch.empty(layout.num_tokens, dtype=torch.int32, device=tokens.device)
     slots = torch.empty_like(keys)
-    chunk = min(CHUNK_CHANNELS, triton.next_power_of_2(layout.num_channels))
     arguments = (tokens, keys, layout.num_channels, tokens.stride(0))
-    launch(entropy_kernel, (layout.num_tokens, 1, 1), arguments, (chunk,), num_warps=WARPS_PER_TOKEN)
+    launch(entropy_kernel, (layout.num_tokens, 1, 1), arguments, (), num_warps=WARPS_PER_TOKEN)
     sizes = (layout.tokens_per_sample, layout.few_per_sample, layout.map_row_bytes)
     grid = (layout.num_samples, 1, 1)
     launch(choose_kernel, grid, (keys, message, slots, *sizes), (CHUNK_TOKENS,), num_warps=WARPS_PER_SAMPLE)

@@ -12,12 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco.codec.tah_quant_layout import TILE_SIZE
-
 # log2(1 + t) is about t (c0 + t (c1 + ... t c5)) for t from 0 to 1, within 2.3e-6 and nearly exact at both ends.
 LOG2_FACTORS = (1.4425449, -0.7181453, 0.4575492, -0.2779053, 0.1217979, -0.0258414)
-CHUNK_CHANNELS = 64 * TILE_SIZE
-"""Channels whose sums are formed by adding neighbours first; such sums are then added in order."""
+LANES, LANE_CHANNELS = 64, 8
+"""Sums are formed in lanes, each of which has every 64th run of 8 channels."""
 
 
 def few_bits_tokens_reference(tokens: Tensor, few_per_sample: int) -> Tensor:
@@ -57,11 +55,21 @@ def log2_reference(values: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Sum over the last dim: neighbours first within a chunk, chunks in order. Zeros that fill up change no bit."""
-    total = torch.zeros(values.shape[:-1], device=values.device)
-    for chunk in values.split(CHUNK_CHANNELS, dim=-1):
-        while chunk.shape[-1] > 1:
-            chunk = torch.nn.functional.pad(chunk, (0, chunk.shape[-1] % 2))
-            chunk = chunk[..., 0::2] + chunk[..., 1::2]
-        total = total + chunk.squeeze(-1)
-    return total
+    """Sum over the last dim: neighbours first within a run, the runs of a lane in order, then neighbouring lanes first.
+
+    Zeros that fill up change no bit.
+    """
+    chunk = LANES * LANE_CHANNELS
+    filled = torch.nn.functional.pad(values, (0, -values.shape[-1] % chunk))
+    runs = _pairwise_sum(filled.unflatten(-1, (-1, LANES, LANE_CHANNELS)))
+    lanes = runs.new_zeros(*values.shape[:-1], LANES)
+    for run in runs.unbind(-2):
+        lanes = lanes + run
+    return _pairwise_sum(lanes)
+
+
+def _pairwise_sum(values: Tensor) -> Tensor:
+    """Sum over the last dim, of a power of two, neighbours first."""
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values.squeeze(-1)
