@@ -2,8 +2,8 @@
 
 `codec.token_entropy_reference` is the oracle: the same logarithm, the same order of sums, so the same tokens. Example:
 2 samples of 10 tokens of 300 channels, 2 of 3 bits: `entropy_kernel` has 20 programs, each of which adds up 64 runs of
-8 values, the last 212 of them zeros; `choose_kernel` has 2 programs. Sample 1 with the lowest entropies at tokens 3 and 7 gets
-the map 0b10001000, 0b00 and the slots 8 9 10 -1 11 12 13 -1 14 15, since sample 0 has the slots 0 to 7.
+8 values, the last 212 of them zeros; `choose_kernel` has 2 programs. Sample 1 with the lowest entropies at tokens 3 and
+7 gets the map 0b10001000, 0b00 and the slots 8 9 10 -1 11 12 13 -1 14 15, since sample 0 has the slots 0 to 7.
 
 Loops are written with `while`: older interpreters take no range up to an argument.
 """
