@@ -7,6 +7,7 @@ test_gradient_exchange.py.
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -177,6 +178,10 @@ def check_native_hsdp() -> dict[str, Any]:
     counted = session.traffic.counts
     found["as it is"] = sum(count.num_messages for key, count in counted.items() if key.outcome != COMPRESSED)
     found["of one"] = session.traffic.total(outcome=COMPRESSED).num_messages
+    sliced = shard(make_net(), mesh=grid)
+    pieces = compress_fsdp(sliced, replace(EIGHT_BITS, num_slices=2))
+    loss_of(sliced, make_batch(0)).backward()
+    found["of one in two slices"] = pieces.traffic.total(outcome=COMPRESSED).num_messages
     # Micro-batches whose gradients are reduced over shards, and over replicas with the last one only.
     net.zero_grad()
     session.traffic.clear()
@@ -563,6 +568,7 @@ def test_replicas_of_fsdp2_itself_exchange_in_few_bits() -> None:
         assert found["as it is"] == 0
         # Three units, each of one exchange over shards and two over replicas: those of an all-reduce's halves.
         assert found["of one"] == 3 * (1 + 2)
+        assert found["of one in two slices"] > found["of one"]
         assert found["of four"] == 3 * (4 + 2)
         assert found["calls"] == (5, 2)
         assert found["error as it is"] < 1e-6

@@ -406,6 +406,7 @@ def test_recipes_and_fields() -> None:
         (3, TypeError, "has type int; use a recipe name"),
         ({"min_bytes": -1}, ValueError, "min_bytes=-1 is not a number of bytes"),
         ({"node_size": 0}, ValueError, "node_size=0 is not a number of ranks"),
+        ({"num_slices": 0}, ValueError, "num_slices=0 is not a number of pieces"),
         ({"seed": -1}, ValueError, "seed=-1 is out of range"),
         ({"weights": 4}, ValueError, "weights=4 is neither a CodecConfig nor None"),
         ({"weights": {"element": "auto"}}, ValueError, "weights.element='auto' is for intermediate tensors"),

@@ -1,6 +1,6 @@
 """TLq-HS: the reduce-scatter and all-reduce of gradients in two levels, 8 bits inside a node and 4 bits between nodes.
 
-The algorithm, for P = M nodes x L ranks, rank = node * L + place, values cut in up to 8 slices:
+The algorithm, for P = M nodes x L ranks, rank = node * L + place, values cut in up to 3 slices:
 
 1. Each rank encodes one message for each rank, rotated, with the codec inside a node.
 2. All-to-all inside the node: to place l go the M messages for the ranks at place l of every node.
@@ -43,12 +43,14 @@ class GradientExchange:
         inside: codec between ranks of one node; ``None`` for the other one at all levels.
         between: codec between nodes; ``None`` for the other one at all levels.
         traffic: counts what this rank sends.
+        num_slices: in how many pieces, unless a call says it; ``None``: by the size, 1 to 3.
     """
 
     groups: NodeGroups
     inside: CodecConfig | None
     between: CodecConfig | None
     traffic: DataParallelTraffic
+    num_slices: int | None = None
 
     @property
     def has_two_levels(self) -> bool:
@@ -78,7 +80,7 @@ class GradientExchange:
             out: ``[N]``, contiguous, of any of these dtypes; it may not overlap `rows`.
             factor: 1 for a sum, 1 / P for a mean; applied in fp32.
             seed: of stochastic rounding, the same on all ranks; each rank draws its own numbers of it.
-            num_slices: in how many pieces; left out, by the size, 1 to 8.
+            num_slices: in how many pieces; left out, as the exchange was made.
 
         Returns:
             `out`.
@@ -89,7 +91,7 @@ class GradientExchange:
         codec = self.first_codec
         pieces = [
             self._reduce_scatter_piece(rows[:, start:stop], out[start:stop], factor, derived_seed(seed, start))
-            for start, stop in column_slices(rows, codec.block_size, num_slices)
+            for start, stop in column_slices(rows, codec.block_size, num_slices or self.num_slices)
         ]
         advance_staggered(pieces)
         return out
@@ -121,7 +123,7 @@ class GradientExchange:
         # The rows are a copy, so they take the result too.
         pieces = [
             self._all_reduce_piece(rows[:, start:stop], factor, derived_seed(seed, start))
-            for start, stop in column_slices(rows, block_size, num_slices)
+            for start, stop in column_slices(rows, block_size, num_slices or self.num_slices)
         ]
         advance_staggered(pieces)
         return out.copy_(rows.view(-1)[:num_values])

@@ -61,7 +61,11 @@ class DataParallelSession:
             split = config.gradients_inside_node is not None and config.gradients_between_nodes is not None
             groups = make_node_groups(group, node_size, split=split)
             self._exchanges[ranks] = GradientExchange(
-                groups, config.gradients_inside_node, config.gradients_between_nodes, self.traffic
+                groups,
+                config.gradients_inside_node,
+                config.gradients_between_nodes,
+                self.traffic,
+                config.num_slices,
             )
             if config.compresses_gradients:
                 self._inform(f"lightning_taco: {exchange_in_words(self._exchanges[ranks])}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-MAX_SLICES = 8
+MAX_SLICES = 3
 MIN_SLICE_VALUES = 1 << 24
 """Values, for all ranks together, below which a slice costs more than it hides."""
 
@@ -18,7 +18,7 @@ def column_slices(rows: Tensor, block_size: int, num_slices: int | None) -> list
     Args:
         rows: the values.
         block_size: of the codec.
-        num_slices: how many at most; left out, 1 to 8 by the number of values.
+        num_slices: how many at most; left out, 1 to 3 by the number of values.
     """
     num_values = rows.shape[1]
     if num_slices is None:
