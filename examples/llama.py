@@ -221,7 +221,9 @@ class Llama(nn.Module):
         return self.head(to_matmul_dtype(self.final_norm(x)))
 
 
-def parallelize(model: Llama, tp_mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool = False) -> Llama:
+def parallelize(
+    model: Llama, tp_mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool = False, num_slices: int = 1
+) -> Llama:
     """Split a LLaMA over a one-axis mesh, in place; a model that is split already comes back unchanged.
 
     Args:
@@ -230,6 +232,8 @@ def parallelize(model: Llama, tp_mesh: DeviceMesh, *, sequence_parallel: bool, l
         sequence_parallel: hold the residual stream split along the sequence, [B, S / TP, H].
         loss_parallel: leave the logits split over the vocabulary, as a DTensor, for
             `torch.distributed.tensor.parallel.loss_parallel`.
+        num_slices: of tokens in which projections back into the residual stream are computed and, where exchanges
+            are compressed, sent.
 
     Raises:
         ValueError: a number of heads, the hidden or the feed-forward size is not a multiple of the mesh's size.
@@ -252,6 +256,7 @@ def parallelize(model: Llama, tp_mesh: DeviceMesh, *, sequence_parallel: bool, l
         sequence_parallel=sequence_parallel,
         column=("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"),
         row=("attention.output", "mlp.down"),
+        num_slices=num_slices,
     )
     apply_plans(model, tp_mesh, around, block)
     model.parallelism = Parallelism(size, sequence_parallel, loss_parallel)

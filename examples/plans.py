@@ -30,6 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightning_taco import OverlappedRowwiseParallel
+
 INIT_STD = 0.02  # standard deviation of every initial weight matrix, as in GPT-2
 
 
@@ -118,11 +120,14 @@ def model_plan(*, sequence_parallel: bool, loss_parallel: bool) -> dict[str, Par
     }
 
 
-def block_plan(*, sequence_parallel: bool, column: tuple[str, ...], row: tuple[str, ...]) -> dict[str, ParallelStyle]:
+def block_plan(
+    *, sequence_parallel: bool, column: tuple[str, ...], row: tuple[str, ...], num_slices: int = 1
+) -> dict[str, ParallelStyle]:
     """The styles of one block whose parts are called attention_norm, attention, mlp_norm and mlp.
 
     The input of `attention` and of `mlp` is redistributed once, on the module, so the projections in `column`
-    find it replicated already and their input gradients are added up before the one exchange in backward.
+    find it replicated already and their input gradients are added up before the one exchange in backward. With
+    more than one of `num_slices` a compressed exchange of a projection in `row` overlaps with its product.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
 
@@ -139,7 +144,7 @@ def block_plan(*, sequence_parallel: bool, column: tuple[str, ...], row: tuple[s
         "mlp": entry(),
     }
     plan.update({name: ColwiseParallel() for name in column})
-    plan.update({name: RowwiseParallel(output_layouts=stream) for name in row})
+    plan.update({name: OverlappedRowwiseParallel(num_slices=num_slices, output_layouts=stream) for name in row})
     return plan
 
 

@@ -5,6 +5,7 @@ Importing the package registers ``Trainer(strategy="taco_tp")``. It needs no GPU
 
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.data_parallel import DataParallelConfig, compress_ddp, compress_fsdp
+from lightning_taco.dtensor.overlap import OverlappedRowwiseParallel
 from lightning_taco.pipeline_parallel import PipelineConfig
 from lightning_taco.strategies.trainer import TacoTPStrategy
 
@@ -13,6 +14,7 @@ __all__ = [
     "CodecConfig",
     "CompressionConfig",
     "DataParallelConfig",
+    "OverlappedRowwiseParallel",
     "PipelineConfig",
     "TacoTPStrategy",
     "__version__",

@@ -167,6 +167,11 @@ def register_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kw
     return handle
 
 
+def function_modes() -> list[Any]:
+    """The modes that stand between this thread's code and torch's functions, innermost last."""
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
 def storage_pointer(tensor: torch.Tensor) -> int:
     """Address of the memory that `tensor` is a view of; 0 for none (empty, meta or fake tensors)."""
     try:
@@ -179,6 +184,21 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself, or what an asynchronous functional collective has brought: until it is waited for, such a tensor
     has no address to give to a kernel. On CUDA the stream waits, not the host."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
+def asynchronous(tensor: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+    """`tensor` as an asynchronous functional collective would give it: `wait` is called once, when it is first used.
+
+    Views do not use it. torch finds what to wait for by the tensor's memory.
+    """
+    from torch._C._distributed_c10d import PythonCallbackWork, _register_work
+
+    def callback(_: timedelta) -> bool:
+        wait()
+        return True
+
+    _register_work(tensor, PythonCallbackWork(callback))
+    return funcol.AsyncCollectiveTensor(tensor)
 
 
 def is_tracing() -> bool:

@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--num_slices", type=int, default=1, help="of row-parallel products, sent one after another")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
     parser.add_argument("--precision", default="bf16-mixed")
@@ -163,8 +164,8 @@ class StepBenchmark:
         return gpt.GPTConfig(**{name: getattr(self.arguments, name) for name in names})
 
     def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        sequence_parallel = self.arguments.sequence_parallel
-        model = gpt.parallelize(model, mesh["tensor_parallel"], sequence_parallel=sequence_parallel)
+        more = {name: getattr(self.arguments, name) for name in ("sequence_parallel", "num_slices")}
+        model = gpt.parallelize(model, mesh["tensor_parallel"], **more)
         return materialize(model, self.fabric.device, seed=0)
 
 

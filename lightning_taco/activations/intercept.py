@@ -39,7 +39,13 @@ class Interception(TorchFunctionMode):
 
     Args:
         store: where saved tensors go.
+
+    Attributes:
+        keeps_inputs: that it decides what an operation keeps; who replaces an operation leaves it alone under such a
+            mode.
     """
+
+    keeps_inputs = True
 
     def __init__(self, store: ActivationStore) -> None:
         super().__init__()

@@ -35,6 +35,8 @@ class Exchange:
     """The dim that an all-to-all cuts."""
     is_scalar_like: bool = False
     """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
+    is_async: bool = False
+    """Whether the result may still be on its way when it is handed back."""
     algorithm: Algorithm | None = None
     """By which it goes when it is compressed; ``None``: by default."""
     ranks: Hierarchy | None = None

@@ -40,6 +40,9 @@ from lightning_taco.dtensor.scopes import (
 LOSS_MODULE = "torch.distributed.tensor.parallel.loss"
 FSDP_PACKAGE = "torch.distributed.fsdp"
 NORM_PLACEMENT = "_NormPartial"
+REDISTRIBUTION = "redistribute_local_tensor"
+MAX_DEPTH = 4
+"""Frames from a collective to the redistribution that asks for it."""
 
 _lock = threading.Lock()
 _num_installed = 0
@@ -111,8 +114,14 @@ class _FunctionalCollectives:
         stock = functools.partial(self._stock.all_reduce, tensor, reduceOp, group, tag)
         if not any_attached():
             return stock()
-        is_scalar_like = _is_loss_or_norm(sys._getframe(1))
-        exchange = Exchange(kind="all_reduce", tensor=tensor, op=reduceOp.lower(), is_scalar_like=is_scalar_like)
+        caller = sys._getframe(1)
+        exchange = Exchange(
+            kind="all_reduce",
+            tensor=tensor,
+            op=reduceOp.lower(),
+            is_scalar_like=_is_loss_or_norm(caller),
+            is_async=_is_async(caller),
+        )
         return _run(exchange, group, stock)
 
     def _reduce_scatter(
@@ -121,18 +130,23 @@ class _FunctionalCollectives:
         stock = functools.partial(getattr(self._stock, name), tensor, reduceOp, scatter_dim, group, tag)
         if not any_attached():
             return stock()
+        caller = sys._getframe(1)
         exchange = Exchange(
             kind="reduce_scatter",
             tensor=tensor,
             op=reduceOp.lower(),
             dim=scatter_dim,
-            is_scalar_like=_is_loss_or_norm(sys._getframe(1)),
+            is_scalar_like=_is_loss_or_norm(caller),
+            is_async=_is_async(caller),
         )
         return _run(exchange, group, stock)
 
     def _all_gather(self, name: str, tensor: Tensor, gather_dim: int, group: Any, tag: str = "") -> Tensor:
         stock = functools.partial(getattr(self._stock, name), tensor, gather_dim, group, tag)
-        return _run(Exchange(kind="all_gather", tensor=tensor, dim=gather_dim), group, stock)
+        if not any_attached():
+            return stock()
+        exchange = Exchange(kind="all_gather", tensor=tensor, dim=gather_dim, is_async=_is_async(sys._getframe(1)))
+        return _run(exchange, group, stock)
 
     # torch up to 2.12, and from 2.13 on
     reduce_scatter_tensor = functools.partialmethod(_reduce_scatter, "reduce_scatter_tensor")
@@ -153,6 +167,21 @@ def _is_loss_or_norm(frame: FrameType | None) -> bool:
             return True
         if type(frame.f_locals.get("self")).__name__ == NORM_PLACEMENT:
             return True
+        frame = frame.f_back
+    return False
+
+
+def _is_async(frame: FrameType | None) -> bool:
+    """Whether the redistribution that called the placement's method in `frame` hands back what is on its way.
+
+    DTensor's redistribution waits by itself for what it is not to hand back so. An all-gather is asked for by a method
+    that first works on its result where shards are uneven, which waits.
+    """
+    for _ in range(MAX_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == REDISTRIBUTION:
+            return bool(frame.f_locals.get("async_op", False))
         frame = frame.f_back
     return False
 

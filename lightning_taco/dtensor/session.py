@@ -27,6 +27,7 @@ from lightning_taco.collectives.traffic import (
 )
 from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor import scopes
+from lightning_taco.dtensor.beside import BesideCompute
 from lightning_taco.dtensor.channel_order import ChannelOrder, ChannelOrders
 from lightning_taco.dtensor.exchange import Exchange, Observer
 from lightning_taco.dtensor.kept_orders import KeptOrders
@@ -59,6 +60,7 @@ class CompressionSession:
             have: so a suspended site is measured without harm to the run.
         break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
         hierarchy: of a group that spans hosts, for algorithms that were measured.
+        beside: where exchanges run that DTensor does not wait for.
         memory: what the group's GPUs have mapped of each other; ``None`` to go over the process group.
         step: training steps begun; part of the seed of stochastic rounding.
         microbatch: of the step, which runs now; another part of it.
@@ -85,6 +87,7 @@ class CompressionSession:
         self.break_even = BreakEven.of(())
         self.hierarchy: Hierarchy | None = None
         self.memory: PeerMemory | None = None
+        self.beside = BesideCompute()
         self.step = 0
         self.microbatch = 0
         self._inform = inform
@@ -165,8 +168,16 @@ class CompressionSession:
             self.observe_suspended(exchange, site, codec)
             return stock()
         self.observe(exchange, site, codec)
-        result = exchange.run(codec, self.group, self.seed(exchange.kind, site), self.memory)
-        return result if order is None else order.restore(result)
+        seed = self.seed(exchange.kind, site)
+
+        def run() -> Tensor:
+            result = exchange.run(codec, self.group, seed, self.memory)
+            return result if order is None else order.restore(result)
+
+        if exchange.is_async:
+            return self.beside.start(run, exchange.tensor)
+        self.beside.join()
+        return run()
 
     def suspend(self, owner: str, reasons: Mapping[SiteKey | None, str]) -> None:
         """Say what `owner` wants sent as it is; it replaces all that it wanted before, and ``{}`` resumes everything.
@@ -203,10 +214,14 @@ class CompressionSession:
         """
         self._next_settings = (config, element or self.element)
 
-    def seed(self, kind: Kind, site: Site) -> int:
-        """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it."""
+    def seed(self, kind: Kind, site: Site, part: int = 0) -> int:
+        """Seed of stochastic rounding: another for each step, the same when a forward is computed again in it.
+
+        An exchange that goes in parts has one for each.
+        """
         microbatch = f"/{self.microbatch}" if self.microbatch else ""
-        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}{microbatch}".encode())
+        slice_ = f"/part {part}" if part else ""
+        place = zlib.crc32(f"{site.name}/{site.direction}/{kind}{microbatch}{slice_}".encode())
         return (place << 30) | (self.step % (1 << 30))
 
     def observe(self, exchange: Exchange, site: Site, codec: CodecConfig) -> None:
