@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(WIDTH, OUTPUT, bias=bias)
         generator = torch.Generator().manual_seed(1)
         for parameter in self.down.parameters():
-            parameter.data = torch.randint(-4, 5, parameter.shape, generator=generator).float()
+            parameter.data = torch.randint(-4, 5, parameter.shape, generator=generator).float().to(mesh.device_type)
         parallelize_module(self, mesh, {"down": style})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def outcome(layer: nn.Module, session: Any, x: Tensor) -> list[Tensor]:
     with session.scope(is_new_step=True):
         output = layer(x)
     shape = output.shape
-    weights = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(9)).float()
+    weights = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(9)).float().to(output.device)
     with session.scope():
         (output.float() * weights).sum().backward()
     assert x.grad is not None
