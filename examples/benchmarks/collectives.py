@@ -5,12 +5,12 @@ One process a device, on CUDA over NCCL, elsewhere over gloo::
     torchrun --nproc-per-node 2 examples/benchmarks/collectives.py
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 examples/benchmarks/collectives.py            # PCIe without peers
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo torchrun ...                     # Ethernet
-    torchrun --nproc-per-node 4 examples/benchmarks/collectives.py --device cpu --sizes-mib 0.5 --rounds 3
+    torchrun --nproc-per-node 4 examples/benchmarks/collectives.py --device cpu --sizes-mib 0.5
 
-Times are medians of interleaved rounds, by CUDA events or the host's clock; inputs are random, take turns, and are larger together than the
-cache. Every result is compared with the exact one in the same run, and nothing is printed when one is wrong. Where the
-GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is timed too. Kernels are measured on CUDA
-only.
+Times are medians of interleaved rounds, by CUDA events or the host's clock; inputs are random, take turns, and are
+larger together than the cache. Every result is compared with the exact one in the same run, and nothing is printed when
+one is wrong. Where the GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is timed too. Kernels
+are measured on CUDA only.
 """
 
 import argparse
