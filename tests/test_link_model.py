@@ -37,6 +37,7 @@ NUM_BYTES = 64.0 * MEBI
 NUM_VALUES = NUM_BYTES / 2
 WIRE = Line(0.0, 1 / 24e3)  # 24 GB/s
 INT8 = Codec(CODECS["int8"], Kernels(40.0, 36.0, 46.0, 58.0))
+SILENT = replace(INT8, kernels=Kernels(0, 0, 0, 0))
 MESSAGE_BYTES = INT8.message_bytes(NUM_VALUES)
 PLAIN = Link(WIRE, WIRE, WIRE, WIRE)
 
@@ -66,7 +67,7 @@ def test_messages_have_the_bytes_of_the_layout() -> None:
 def test_two_ranks_take_what_they_took() -> None:
     """At two ranks nothing is assumed: no contention, no growth, no all-to-all."""
     link = replace(PLAIN, all_reduce=Line(30.0, 1e-4), send_recv=Line(0.0, 1.0))
-    for assumptions in (Assumptions(), Assumptions(contention=1, latency_growth=1, all_to_all=0)):
+    for assumptions in (Assumptions(), Assumptions(contention=1, hop_us=9, all_to_all=0)):
         pair = Exchanges(link, 2, assumptions)
         assert pair.stock_us("all_reduce", 1e6) == pytest.approx(130.0)
         assert pair.stock_us("all_gather", 1e6) == pytest.approx(0.5e6 / 24e3)
@@ -76,11 +77,12 @@ def test_two_ranks_take_what_they_took() -> None:
 
 def test_eight_ranks_by_hand() -> None:
     link = Link(Line(8.0, 1e-4), WIRE, Line(4.0, 2e-4), Line(2.0, 3e-4), mapped=Mapped(20.0, 1e-5))
-    eight = Exchanges(link, 8, Assumptions(contention=1, latency_growth=1, all_to_all=0))
-    assert eight.stock_us("all_reduce", 8e6) == pytest.approx(7 * 8 + 4 * 1e-4 * 14e6)
+    eight = Exchanges(link, 8, Assumptions(contention=1, hop_us=3, all_to_all=0))
+    assert eight.stock_us("all_reduce", 8e6) == pytest.approx(8 + 2 * 6 * 3 + 4 * 1e-4 * 14e6)
+    assert eight.stock_us("all_gather", 8e6) == pytest.approx(4 + 6 * 3 + 4 * 2e-4 * 7e6)
     sent = 7 / 8 * MESSAGE_BYTES
     kernels = 40 + 46 * (9 / 8) / 3 + 36
-    expected = kernels + (7 * 2 + 4 * 3e-4 * sent) + (7 * 4 + 4 * 2e-4 * sent)
+    expected = kernels + (2 + 4 * 3e-4 * sent) + (4 + 6 * 3 + 4 * 2e-4 * sent)
     assert eight.compressed_us("all_reduce", NUM_VALUES, INT8) == pytest.approx(expected)
     free = replace(eight, assumptions=Assumptions())
     written = 1e-5 * sent
@@ -109,18 +111,15 @@ def test_closed_form_and_simulation_agree(num_ranks: int, contention: float) -> 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_latencies_of_a_ring_grow_with_its_steps(num_ranks: int) -> None:
-    """`latency_growth` = 1 is what a ring does; a two-shot's all-to-all has one, so the closed form is above it."""
+def test_latencies_grow_with_the_steps_of_rings(num_ranks: int) -> None:
+    """And not with those of an all-to-all, whose transfers start together."""
     network = switch(num_ranks, 24e3, latency_us=100.0)
-    link = replace(PLAIN, all_reduce=Line(200.0, 1 / 24e3), all_gather=Line(100.0, 1 / 24e3))
-    link = replace(link, send_recv=link.all_gather)
-    exchanges = Exchanges(link, num_ranks, Assumptions(latency_growth=1))
+    once = Line(100.0, 1 / 24e3)
+    exchanges = Exchanges(Link(Line(200.0, 1 / 24e3), once, once, once), num_ranks, Assumptions(hop_us=100))
     simulated = ring_all_reduce_us(network, num_ranks, NUM_BYTES)
     assert simulated == pytest.approx(exchanges.stock_us("all_reduce", NUM_BYTES), rel=1e-6)
     simulated = two_shot_us(network, num_ranks, MESSAGE_BYTES)
-    silent = replace(INT8, kernels=Kernels(0, 0, 0, 0))
-    too_much = exchanges.two_shot_us(NUM_VALUES, silent) - simulated
-    assert too_much == pytest.approx((num_ranks - 2) * 100.0, abs=1e-3)
+    assert simulated == pytest.approx(exchanges.two_shot_us(NUM_VALUES, SILENT), rel=1e-6)
 
 
 def test_closed_form_fails_on_hosts_that_share_a_nic() -> None:
@@ -133,8 +132,7 @@ def test_closed_form_fails_on_hosts_that_share_a_nic() -> None:
     assert two_shot == pytest.approx(bytes_of.two_shot / 24e3, rel=1e-3)
     assert ring / two_shot == pytest.approx(1.18, abs=0.01)
     alike = Exchanges(PLAIN, 8, Assumptions(contention=1))
-    silent = replace(INT8, kernels=Kernels(0, 0, 0, 0))
-    closed = alike.stock_us("all_reduce", NUM_BYTES) / alike.two_shot_us(NUM_VALUES, silent)
+    closed = alike.stock_us("all_reduce", NUM_BYTES) / alike.two_shot_us(NUM_VALUES, SILENT)
     assert closed == pytest.approx(16 / 8.25)
     assert closed > 1.6 * ring / two_shot
 
@@ -213,9 +211,8 @@ def test_throttled_ranks_send_and_take_what_the_closed_form_says(num_ranks: int)
         return transport.sent, time.perf_counter() - start
 
     line = Line(1e6 * LATENCY_S, 1e6 / BYTES_PER_S)
-    silent = Codec(codec, Kernels(0, 0, 0, 0))
     expected_s = (
-        Exchanges(Link(line, line, line, line), num_ranks).compressed_us("all_reduce", num_values, silent) / 1e6
+        Exchanges(Link(line, line, line, line), num_ranks).compressed_us("all_reduce", num_values, SILENT) / 1e6
     )
     for sent, seconds in run_threads(num_ranks, measure):
         assert len(sent) == (1 if num_ranks == 2 else 2)

@@ -18,7 +18,8 @@ doubted:
    memory, or one NIC or processor for all ranks of a host). Between them (P / 2)^contention. Both sides of a comparison
    have the same. On several hosts whose ranks share a NIC it is not the same: a ring crosses it once, an all-to-all
    with each of the host's ranks; see `two_hosts`.
-7. `latency_growth` = 0: the fixed part of a collective stays what it was; 1: it grows with the steps of a ring, P - 1.
+7. The fixed part of a collective stays what it was, and each further step of a ring adds `hop_us`: 2 (P - 2) steps of
+   an all-reduce, P - 2 of a reduce-scatter or an all-gather, none of an all-to-all.
 8. Launches are hidden behind the wire, but an exchange does not end before the host has launched it.
 9. Ranks meet: nobody waits for a slower one.
 """
@@ -149,6 +150,7 @@ class Link:
         all_gather: the library's.
         send_recv: both ways at once.
         contention: the least and the most that is assumed.
+        hop_us: the same.
         mapped: where GPUs read each other's memory: of the codec ``"int8"``.
         host_us_per_launch: until the host has launched one of an exchange's kernels or collectives.
     """
@@ -158,6 +160,7 @@ class Link:
     all_gather: Line
     send_recv: Line
     contention: tuple[float, float] = (0.0, 1.0)
+    hop_us: tuple[float, float] = (0.0, 0.0)
     mapped: Mapped | None = None
     host_us_per_launch: float = 0.0
 
@@ -167,23 +170,32 @@ class Assumptions:
     """What 2-rank figures do not say; see the module. `divided`: share of computing that tensor parallelism divides."""
 
     contention: float = 0.0
-    latency_growth: float = 0.0
+    hop_us: float = 0.0
     all_to_all: float = 1.0
     divided: float = 1.0
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Times on one link, under some assumptions, at `num_ranks`."""
+    """Times on one link, under some assumptions, at `num_ranks`.
+
+    Attributes:
+        link: what two ranks measured.
+        num_ranks: of a group.
+        assumptions: about more ranks.
+        num_sharing: ranks of all groups that use the link at once; ``None``: those of one group.
+    """
 
     link: Link
     num_ranks: int
     assumptions: Assumptions = field(default_factory=Assumptions)
+    num_sharing: int | None = None
 
     def stock_us(self, kind: str, num_bytes: float) -> float:
         """The library's ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"`` of a whole tensor of `num_bytes`."""
         line: Line = getattr(self.link, kind)
-        return self._line_us(line, (2 if kind == "all_reduce" else 1) * self._others * num_bytes)
+        rounds = 2 if kind == "all_reduce" else 1
+        return self._line_us(line, rounds * self._others * num_bytes) + rounds * self._hops_us
 
     def compressed_us(self, kind: str, num_values: float, codec: Codec) -> float:
         """Ours, over the process group, of a whole tensor of `num_values`; by the algorithm that is the default."""
@@ -228,18 +240,20 @@ class Exchanges:
 
     def all_gather_us(self, sent_bytes: float) -> float:
         """Of messages, of which a rank sends so many bytes."""
-        return self._line_us(self.link.all_gather, sent_bytes)
+        return self._line_us(self.link.all_gather, sent_bytes) + self._hops_us
 
     def all_to_all_us(self, sent_bytes: float) -> float:
         """The same; two ranks can do it by an all-gather."""
         if self.num_ranks == 2:
             return self.all_gather_us(sent_bytes)
         share = self.assumptions.all_to_all
-        pairs_us = self._line_us(self.link.send_recv, sent_bytes)
-        return share * self.all_gather_us(sent_bytes) + (1 - share) * pairs_us
+        by_pairs, as_gathered = (
+            self._line_us(line, sent_bytes) for line in (self.link.send_recv, self.link.all_gather)
+        )
+        return share * as_gathered + (1 - share) * by_pairs
 
     def send_us(self, sent_bytes: float) -> float:
-        """From one rank to another, while all ranks do the same, over a link that `num_ranks` share."""
+        """From one rank to another, while all ranks do the same."""
         return self._line_us(self.link.send_recv, sent_bytes)
 
     @property
@@ -247,12 +261,15 @@ class Exchanges:
         return (self.num_ranks - 1) / self.num_ranks
 
     @property
+    def _hops_us(self) -> float:
+        return self.assumptions.hop_us * (self.num_ranks - 2)
+
+    @property
     def _slowdown(self) -> float:
-        return (self.num_ranks / 2) ** self.assumptions.contention
+        return ((self.num_sharing or self.num_ranks) / 2) ** self.assumptions.contention
 
     def _line_us(self, line: Line, sent_bytes: float) -> float:
-        latency = line.latency_us * (self.num_ranks - 1) ** self.assumptions.latency_growth
-        return latency + self._slowdown * line.wire_us(sent_bytes)
+        return line.latency_us + self._slowdown * line.wire_us(sent_bytes)
 
     def _at_least(self, time_us: float, algorithm: str) -> float:
         return max(time_us, LAUNCHES[algorithm] * self.link.host_us_per_launch)
