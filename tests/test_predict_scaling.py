@@ -175,6 +175,7 @@ def test_the_command_prints_and_plots(
     prediction.main()
     text = capsys.readouterr().out
     assert f"| {ALL_REDUCE} | int8 | shm | 1.56x; measured **1.54x** |" in text
+    assert "| 8 | int8 | 1.18x | 3.39x |" in text
     assert "| on two ranks | measured | model | off by |" in text
     assert "plotly" in page.read_text()[:20000]
 

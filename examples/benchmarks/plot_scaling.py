@@ -33,7 +33,7 @@ def plot(predictions: Sequence[Prediction]) -> go.Figure:
                         figure.add_trace(trace, row=row, col=column)
                     seen.add(codec)
             figure.add_hline(y=1, line_color="gray", line_dash="dot", row=row, col=column)
-    figure.update_xaxes(type="log", tickvals=list(RANKS), title="tensor-parallel ranks")
+    figure.update_xaxes(type="log", tickvals=list(RANKS), range=[0.2, 1.0], title="tensor-parallel ranks")
     figure.update_yaxes(title="speed-up", col=1)
     figure.update_layout(
         template="plotly_white",

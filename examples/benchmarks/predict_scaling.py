@@ -42,6 +42,7 @@ from examples.benchmarks.link_model import (
     Link,
     Mapped,
     fit_line,
+    two_hosts,
 )
 from lightning_taco.data_parallel.settings import weight_differences
 
@@ -119,7 +120,7 @@ def main() -> None:
     outcomes = itertools.chain(*map(scaling.read, arguments.measured))
     predictions = with_measured(predict(inputs), {**measured_by_two(inputs), **measured_by(outcomes)})
     print(table(predictions))
-    print(f"\n{residual_table(residuals(inputs))}")
+    print(f"\n{hosts_table()}\n\n{residual_table(residuals(inputs))}")
     if arguments.plot:
         from examples.benchmarks.plot_scaling import plot
 
@@ -305,6 +306,20 @@ def residual_table(rows: Sequence[tuple[str, float, float]]) -> str:
     """Markdown: the model against what it was made from."""
     lines = ["| on two ranks | measured | model | off by |", "|---|---|---|---|"]
     lines += [f"| {name} | {was:,.5g} | {model:,.4g} | {100 * (model / was - 1):+.0f}% |" for name, was, model in rows]
+    return "\n".join(lines)
+
+
+def hosts_table() -> str:
+    """Markdown: an all-reduce between two hosts whose ranks share one NIC, by the bytes through it alone."""
+    lines = [
+        "| ranks, on two hosts with a NIC each | codec | flat two-shot | hierarchical |",
+        "|---|---|---|---|",
+    ]
+    for num_ranks in (4, 8, 16):
+        for codec in ("int8", "int4gs"):
+            sent = two_hosts(num_ranks, 16, CODECS[codec].bits_per_value)  # bytes of a value are bits here
+            gains = f"{sent.stock / sent.two_shot:.2f}x | {sent.stock / sent.hierarchical:.2f}x"
+            lines.append(f"| {num_ranks} | {codec} | {gains} |")
     return "\n".join(lines)
 
 
