@@ -137,18 +137,25 @@ def test_a_size_that_ranks_do_not_share_is_refused() -> None:
     assert len(run_forked(2, check)) == 2
 
 
-@pytest.mark.launch
-def test_one_command_runs_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_a_run_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, ends = script("sys.exit(3)"), script("open(sys.argv[2], 'w').write('{\"collectives\": []}')")
+    monkeypatch.setattr(scaling, "command_of", lambda run, arguments: fails if run.num_ranks == 2 else ends)
     output = tmp_path / "scaling.json"
-    options = "--device cpu --ranks 2 --codecs int8 --benchmarks step_time collectives --output"
+    options = ["--device", "cpu", "--ranks", "4", "2", "--benchmarks", "collectives", "--output", str(output)]
+    outcomes = scaling.measure(scaling.parse(options))
+    assert [(outcome.run.num_ranks, outcome.status) for outcome in outcomes] == [(2, "failed"), (4, "ok")]
+    assert scaling.read(output) == outcomes
+
+
+@pytest.mark.launch
+def test_one_command_measures_exchanges_and_steps(tmp_path: Path) -> None:
+    output = tmp_path / "scaling.json"
+    options = "--device cpu --ranks 2 --codecs int8 --variants none int8 --benchmarks collectives step_time --output"
     command = [sys.executable, "-m", "examples.benchmarks.scaling", *options.split(), str(output)]
-    command += ["--more", "step_time --num_layers some"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
-    assert "step_time on gloo, 2 ranks: failed: exit status 1" in text
-    assert "invalid int value: 'some'" in text
-    assert "| all_reduce, 0.25 MiB: int8 | gloo |" in text
-    assert "| error of two-shot, 0.25 MiB: int8 | gloo |" in text
-    assert [run["status"] for run in json.loads(output.read_text())["runs"]] == ["failed", "ok"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    for row in ("all_reduce, 0.25 MiB: int8", "error of two-shot, 0.25 MiB: int8", "step: int8"):
+        assert f"| {row} | gloo |" in text
+    assert [run["status"] for run in json.loads(output.read_text())["runs"]] == ["ok", "ok"]
 
 
 @pytest.mark.launch
@@ -159,7 +166,7 @@ def test_ranks_end_with_a_run_that_is_cut(tmp_path: Path) -> None:
         "time.sleep(200)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(worker)]
-    outcome = scaling.execute(RUN, command, 15)
+    outcome = scaling.execute(RUN, command, 20)
     assert outcome.status == "cut"
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     deadline = time.monotonic() + 10

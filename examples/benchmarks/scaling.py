@@ -60,8 +60,8 @@ TINY = {
 }
 WHOLE = {
     "collectives": "--sizes-mib 64 --no-kernels --rounds 9",
-    "step_time": "--steps 10 --rounds 3",
-    "three_d": "--variants none all",
+    "step_time": "--steps 6 --rounds 3",
+    "three_d": "--variants none all --steps 6 --rounds 2",
 }
 Status = Literal["ok", "failed", "cut", "not run"]
 
