@@ -1,14 +1,16 @@
 """Codec kernels against a copy, and compressed collectives, by every way that they can go, against NCCL's own.
 
-Run on CUDA devices, one process each::
+One process a device, on CUDA over NCCL, elsewhere over gloo::
 
     torchrun --nproc-per-node 2 examples/benchmarks/collectives.py
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 examples/benchmarks/collectives.py            # PCIe without peers
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=lo torchrun ...                     # Ethernet
+    torchrun --nproc-per-node 4 examples/benchmarks/collectives.py --device cpu --sizes-mib 0.5
 
-Times are medians of interleaved rounds, by CUDA events; inputs are random, take turns, and are larger together than the
-cache. Every result is compared with the exact one in the same run, and nothing is printed when one is wrong. Where the
-GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is timed too.
+Times are medians of interleaved rounds, by CUDA events or the host's clock; inputs are random, take turns, and are
+larger together than the cache. Every result is compared with the exact one in the same run, and nothing is printed when
+one is wrong. Where the GPUs map each other's memory, torch's symmetric-memory two-shot all-reduce is timed too. Kernels
+are measured on CUDA only.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from examples.benchmarks.timing import interleaved_medians
 from lightning_taco import CodecConfig, _compat
 from lightning_taco.bench.checks import MAX_ERROR
 from lightning_taco.codec import FixedPoint, MessageLayout, TahQuant, decode, decode_sum, encode, requantize
-from lightning_taco.collectives.algorithms import algorithms_of, exchange
+from lightning_taco.collectives.algorithms import algorithms_of, exchange, overlaps
 from lightning_taco.collectives.peer_memory import PeerMemory
 from lightning_taco.collectives.traffic import Kind
 from lightning_taco.config import BITS_PER_CODE
@@ -63,33 +65,50 @@ Key = tuple[str, str, str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes-mib", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="bf16 tensors, MiB")
+    parser.add_argument("--sizes-mib", type=float, nargs="+", default=[1, 4, 16, 64, 256], help="bf16 tensors, MiB")
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=["e4m3", "int8", "int6g", "int4gs"])
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
     parser.add_argument("--no-kernels", action="store_true", help="measure collectives only")
+    parser.add_argument("--algorithms", nargs="+", help="only these, such as two_shot; two_shot on two ranks as well")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    device = open_ranks(arguments.device)
     results: dict[str, list[dict[str, float | str]]] = {"kernels": [], "collectives": []}
-    if not arguments.no_kernels:
+    if not arguments.no_kernels and device.type == "cuda":
         codecs = {name: CODECS[name] for name in arguments.codecs} | KERNELS_ONLY
         results["kernels"] = [row for name in codecs for row in kernel_rows(name, codecs[name], arguments.rounds)]
         results["kernels"] += [row for name in STAGES for row in stage_rows(name, STAGES[name], arguments.rounds)]
-    memory, reason = PeerMemory.open(dist.group.WORLD, torch.device("cuda", rank))
-    if rank == 0 and memory is None:
+    memory, reason = PeerMemory.open(dist.group.WORLD, device)
+    if dist.get_rank() == 0 and memory is None:
         print(f"no mapped memory: {reason}")
     for size in arguments.sizes_mib:
-        results["collectives"] += collective_rows(size, arguments.codecs, memory, arguments.rounds)
+        results["collectives"] += collective_rows(
+            size, arguments.codecs, memory, arguments.rounds, device, arguments.algorithms
+        )
     check(results["collectives"])
     if memory is not None:
         memory.close()
-    if rank == 0:
+    if dist.get_rank() == 0:
         print_tables(results)
         if arguments.output:
-            arguments.output.write_text(json.dumps({"torch": torch.__version__, **results}, indent=1))
+            versions = {"torch": torch.__version__, "num_ranks": dist.get_world_size()}
+            arguments.output.write_text(json.dumps({**versions, **results}, indent=1))
     dist.destroy_process_group()
+
+
+def open_ranks(kind: str) -> torch.device:
+    """Join the ranks that torchrun has started, each with random numbers of its own; this rank's device."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    # Ranks with the same values would make the same errors, which add up where others cancel.
+    torch.manual_seed(dist.get_rank())
+    return device
 
 
 def kernel_rows(
@@ -145,33 +164,56 @@ def stage_rows(name: str, codec: TahQuant | FixedPoint, rounds: int) -> list[dic
 
 
 def collective_rows(
-    size_mib: int, codecs: list[str], memory: PeerMemory | None, rounds: int
+    size_mib: float,
+    codecs: list[str],
+    memory: PeerMemory | None,
+    rounds: int,
+    device: torch.device,
+    algorithms: list[str] | None = None,
 ) -> list[dict[str, float | str]]:
-    """Each collective, the library's and ours by every algorithm, on a bf16 tensor of `size_mib`."""
+    """Each collective, the library's and ours by every algorithm, on a bf16 tensor of `size_mib`.
+
+    Args:
+        size_mib: a multiple of 8 KiB (a token) for each rank.
+        codecs: names of `CODECS`.
+        memory: that GPUs map, if they do.
+        rounds: interleaved.
+        device: this rank's.
+        algorithms: only these; ``None`` for all that there are.
+
+    Raises:
+        ValueError: for a size that the ranks do not share evenly.
+    """
     group, world_size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
     hidden = 4096
-    tokens = size_mib * MEBI // 2 // hidden
-    num_inputs = max(2, min(6, 512 // size_mib))
-    inputs = [torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(num_inputs)]
+    tokens = round(size_mib * MEBI) // 2 // hidden
+    if tokens == 0 or tokens % world_size:
+        raise ValueError(f"{size_mib} MiB are {tokens} tokens, which {world_size} ranks do not share evenly.")
+    num_inputs = int(max(2, min(6, 512 // size_mib)))
+    inputs = [torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device) for _ in range(num_inputs)]
     shards = [values.chunk(world_size)[dist.get_rank()].contiguous() for values in inputs]
     scattered, gathered = torch.empty_like(shards[0]), torch.empty_like(inputs[0])
     given: dict[Kind, list[Tensor]] = {"all_reduce": inputs, "reduce_scatter": inputs, "all_gather": shards}
     stock: dict[Kind, Callable[[int], Tensor]] = {
         "all_reduce": lambda i: _in_place_all_reduce(inputs[i].clone()),
-        "reduce_scatter": lambda i: _out(dist.reduce_scatter_tensor, scattered, inputs[i]),
-        "all_gather": lambda i: _out(dist.all_gather_into_tensor, gathered, shards[i]),
+        "reduce_scatter": lambda i: _out(_compat.reduce_scatter_single, scattered, inputs[i]),
+        "all_gather": lambda i: _out(_compat.all_gather_single, gathered, shards[i]),
     }
     calls: dict[Key, Callable[[int], Tensor]] = {(kind, "stock", ""): run for kind, run in stock.items()}
     if memory is not None:
         calls["all_reduce", TORCH_TWO_SHOT, ""] = _torch_two_shot(inputs)
     for kind, tensors in given.items():
         for name in codecs:
-            for way in algorithms_of(kind, world_size, overlaps=True, has_peer_memory=memory is not None):
+            offered = algorithms_of(kind, world_size, overlaps=overlaps(group), has_peer_memory=memory is not None)
+            for way in asked_of(kind, offered, algorithms):
                 more = {"algorithm": way, "memory": memory}
                 calls[kind, name, way] = lambda i, kind=kind, tensors=tensors, codec=CODECS[name], more=more: exchange(
                     kind, tensors[i], codec, group, **more
                 )
-    errors = {key: _relative_error(run(0), stock[key[0]](0)) for key, run in calls.items()}
+    exact = {kind: _exact(kind, tensors[0]) for kind, tensors in given.items()}
+    errors = {key: _relative_error(run(0), exact[key[0]]) for key, run in calls.items()}
+    del exact
     clone: dict[Key, Callable[[int], Tensor]] = {("", "clone", ""): lambda i: inputs[i].clone()}
     times = interleaved_medians({**clone, **calls}, rounds, inputs[0].device, num_inputs=num_inputs)
     rows = []
@@ -184,6 +226,18 @@ def collective_rows(
         if name != "stock":
             rows.append({**row, "speedup": baseline / own, "relative_error": errors[key]})
     return rows
+
+
+def asked_of(kind: Kind, offered: tuple[str, ...], algorithms: list[str] | None) -> list[str]:
+    """The algorithms of `offered` that are asked for.
+
+    >>> asked_of("all_reduce", ("one_shot",), ["two_shot", "all_gather"]), asked_of("all_gather", ("all_gather",), None)
+    (['two_shot'], ['all_gather'])
+    """
+    if algorithms is None:
+        return list(offered)
+    # Two ranks never choose a two-shot, but its error there is what more ranks are compared with.
+    return [way for way in algorithms if way in offered or (kind, way) == ("all_reduce", "two_shot")]
 
 
 def check(rows: list[dict[str, float | str]]) -> None:
@@ -212,6 +266,15 @@ def _in_place_all_reduce(tensor: Tensor) -> Tensor:
 def _out(collective: Callable[[Tensor, Tensor], object], out: Tensor, values: Tensor) -> Tensor:
     collective(out, values)
     return out
+
+
+def _exact(kind: Kind, tensor: Tensor) -> Tensor:
+    """In fp32: the library's sums of bf16 are rounded at each step of a ring, more often with more ranks."""
+    if kind == "all_gather":
+        gathered = tensor.new_empty(tensor.shape[0] * dist.get_world_size(), *tensor.shape[1:])
+        return _out(_compat.all_gather_single, gathered, tensor)
+    total = _in_place_all_reduce(tensor.float())
+    return total if kind == "all_reduce" else total.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def _torch_two_shot(inputs: list[Tensor]) -> Callable[[int], Tensor]:

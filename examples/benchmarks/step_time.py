@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --variants none int8 taco balanced
     torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --variants int8 int8+callbacks --steps 200
     NCCL_P2P_DISABLE=1 torchrun ...     # and other links, see collectives.py
+    torchrun --nproc-per-node 4 -m examples.benchmarks.step_time --devices 4 ...     # as many as there are ranks
+    torchrun --nproc-per-node 2 -m examples.benchmarks.step_time --accelerator cpu --num_layers 1 --hidden_size 64 \
+        --num_heads 4 --sequence_length 32 --vocab_size 64 --min_bytes 0 --steps 2 --rounds 2
 
 Variants take turns on one model: in each round each runs `--steps` steps (forward, backward, clipping, AdamW), each
 timed by CUDA events. Of the first, second, ... step of a round the median over rounds counts, so that what only one
@@ -74,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
     parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--min_bytes", type=int, help="smaller tensors are sent as they are; the recipe's by default")
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
     return parser.parse_args()
 
@@ -131,7 +135,7 @@ class StepBenchmark:
         Raises:
             RuntimeError: naming the direction.
         """
-        config = config_of(variant)
+        config = config_of(variant, self.arguments.min_bytes)
         if config is None:
             return
         compressed = {key.direction for key in self.strategy.compression.traffic.counts if key.outcome == COMPRESSED}
@@ -156,7 +160,7 @@ class StepBenchmark:
 
     def _set_compression(self, variant: str) -> None:
         self.strategy.compression.stop()
-        self.strategy.compression = Compression(config_of(variant), 0)
+        self.strategy.compression = Compression(config_of(variant, self.arguments.min_bytes), 0)
         self.strategy.compression.start(self.model, self.strategy.device_mesh, self.fabric.device)
 
     def _config(self) -> gpt.GPTConfig:
@@ -169,11 +173,14 @@ class StepBenchmark:
         return materialize(model, self.fabric.device, seed=0)
 
 
-def config_of(variant: str) -> CompressionConfig | None:
-    """The settings of ``"int8"``, ``"int8+mapped"`` or ``"int8+mapped+callbacks"``."""
+def config_of(variant: str, min_bytes: int | None = None) -> CompressionConfig | None:
+    """The settings of ``"int8"``, ``"int8+mapped"`` or ``"int8+mapped+callbacks"``; `min_bytes` replaces theirs."""
     recipe, *more = variant.split("+")
     config = resolve_compression(recipe)
-    return config if config is None or "mapped" not in more else replace(config, transport="auto")
+    if config is None:
+        return None
+    transport = {"transport": "auto"} if "mapped" in more else {}
+    return replace(config, **transport, **({} if min_bytes is None else {"min_bytes": min_bytes}))  # type: ignore[arg-type]
 
 
 class _Callbacks:
