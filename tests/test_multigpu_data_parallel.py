@@ -45,9 +45,8 @@ def expected_sum(exchange: GradientExchange, num_values: int, dtype: torch.dtype
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("num_values", "num_slices"), [(1, None), (130, 1), (70_001, None), (70_001, 3)])
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.bfloat16), (4, torch.float32)], ids=str)
+@pytest.mark.parametrize(("num_values", "num_slices"), [(1, None), (70_001, None), (70_001, 3)])
 def test_reduce_scatter_has_the_bits_of_the_same_steps_on_a_cpu(
     group: dist.ProcessGroup,  # noqa: F811
     bits: int,

@@ -75,7 +75,8 @@ def test_an_exchange_that_nobody_waits_for_runs_beside_the_next_product(mesh: De
     small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
     with installed_session(mesh, EVERYTHING) as session, session.scope():
         for is_async in (False, True, True):  # warm
-            redistributed(values, mesh, CHANGES[0], is_async)
+            redistributed(values, mesh, CHANGES[0], is_async) + 0
+            small @ small
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
@@ -99,6 +100,21 @@ def test_a_graph_may_hold_an_exchange_that_is_asked_for_without_waiting(mesh: De
             result = redistributed(values, mesh, CHANGES[0], True) + 0
         graph.replay()
         assert_same_bits(result.cpu(), expected.cpu())
+        del graph
+
+
+def test_a_graph_may_hold_sliced_products(mesh: DeviceMesh) -> None:  # noqa: F811
+    layer = Layer(OverlappedRowwiseParallel(num_slices=2), mesh, bias=False)
+    x = torch.ones(4, 256, WIDTH // dist.get_world_size(), device="cuda")
+    with installed_session(mesh, EVERYTHING, layer) as session, session.scope(), torch.no_grad():
+        expected = [layer(x), layer(x), redistributed(x, mesh, CHANGES[0], True)][0]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layer(x)
+        graph.replay()
+        assert_same_bits(result.cpu(), expected.cpu())
+        assert_same_bits(layer(x).cpu(), expected.cpu())
         del graph
 
 

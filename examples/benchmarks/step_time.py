@@ -12,7 +12,9 @@ timed by CUDA events. Of the first, second, ... step of a round the median over 
 round met goes out, and what a step does each time stays in; the figure is the mean of these. ``+mapped`` lets GPUs read
 each other's memory. ``+callbacks`` adds `CompressionMonitor`, `GradientNormMonitor`, `CompressionGuard` and
 `ThroughputReport` with their default sampling and a CSV logger: give it as many steps as the rarest of them samples
-(200). The loss of the same weights and batch is compared in the same run.
+(200). The loss of the same weights and batch is compared in the same run. With `--graphs` each round captures a
+variant's step as a CUDA graph and replays it, so that the host's time, which is the longer one on a fast link, is left
+out.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples import gpt
+from examples.benchmarks.graphed import GraphedStep
 from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
@@ -74,12 +77,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--num_slices", type=int, default=1, help="of row-parallel products, sent one after another")
+    parser.add_argument("--graphs", action="store_true", help="replay steps as CUDA graphs")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--min_bytes", type=int, help="smaller tensors are sent as they are; the recipe's by default")
     parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.graphs and any(CALLBACKS_SUFFIX in variant for variant in arguments.variants):
+        parser.error("--graphs replays a step without Python, where callbacks see nothing; leave +callbacks out.")
+    return arguments
 
 
 class StepBenchmark:
@@ -104,7 +111,13 @@ class StepBenchmark:
         self.model = self.fabric.setup_module(model)
         fused = self.fabric.device.type == "cuda"
         self.optimizer = self.fabric.setup_optimizers(
-            torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, foreach=False if not fused else None)
+            torch.optim.AdamW(
+                self.model.parameters(),
+                lr=1e-4,
+                fused=fused,
+                foreach=False if not fused else None,
+                capturable=arguments.graphs and fused,
+            )
         )
         shape = (arguments.batch_size, arguments.sequence_length + 1)
         tokens = torch.randint(arguments.vocab_size, shape, device=self.fabric.device)
@@ -122,10 +135,14 @@ class StepBenchmark:
         self._set_compression(variant)
         callbacks = _Callbacks(self.fabric) if variant.endswith(CALLBACKS_SUFFIX) else None
         self.model.train()
+        graph = GraphedStep(self._step, self.fabric.device) if self.arguments.graphs else None
         self.fabric.barrier()
         clock = Clock(self.fabric.device)
         for step in range(num_steps):
-            self._step(step, callbacks)
+            if graph is None:
+                self._step(step, callbacks)
+            else:
+                graph()
             clock.lap()
         return clock.laps()
 
@@ -145,7 +162,7 @@ class StepBenchmark:
                     f"{variant} compressed nothing {direction}: {self.strategy.compression.traffic.counts}"
                 )
 
-    def _step(self, step: int, callbacks: "_Callbacks | None") -> None:
+    def _step(self, step: int = 0, callbacks: "_Callbacks | None" = None) -> torch.Tensor:
         if callbacks is not None:
             callbacks.start_step(step)
         loss = next_token_loss(self.model(self.inputs), self.targets)
@@ -157,6 +174,7 @@ class StepBenchmark:
         self.optimizer.zero_grad()
         if callbacks is not None:
             callbacks.end_step(step, loss.detach())
+        return loss.detach()
 
     def _set_compression(self, variant: str) -> None:
         self.strategy.compression.stop()

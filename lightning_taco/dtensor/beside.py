@@ -15,35 +15,39 @@ class BesideCompute:
     """Runs exchanges in order on a CUDA stream of high priority, beside what the current stream computes.
 
     Mapped memory and communicators take one exchange after the other, so one that is to run on the current stream has
-    to `join` those under way. On other devices, and while a CUDA graph is captured, everything runs where it is: a
-    graph would have to wait for a result that nobody asks for.
+    to `join` those under way. On other devices everything runs where it is, and so does what is started while a CUDA
+    graph is captured: a graph may not end before a result that nobody asks for.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
+        self._is_last_captured = False
 
     def start(self, exchange: Callable[[], Tensor], tensor: Tensor) -> Tensor:
         """Run `exchange`, which reads `tensor`; what comes back waits, on its stream, when it is first used.
 
         Cost: some 15 us of the host's time. The memory of `tensor` is kept until the exchange is done.
         """
-        if not is_possible(tensor.device):
+        device = tensor.device
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             self.join()
             return exchange()
         with self.stream(tensor):
             result = exchange()
-        device, done = tensor.device, self._last
+        done = self._last
         assert done is not None
         result.record_stream(torch.cuda.current_stream(device))
         return _compat.asynchronous(result, lambda: torch.cuda.current_stream(device).wait_event(done))
 
     @contextmanager
     def stream(self, *tensors: Tensor) -> Iterator[None]:
-        """A block whose work waits for what the current stream holds now and then runs beside it; it uses `tensors`."""
+        """A block whose work waits for what the current stream holds now and then runs beside it; it uses `tensors`.
+
+        Who captures a graph has to `join` before its end.
+        """
         device = tensors[0].device
-        if not is_possible(device):
-            self.join()
+        if device.type != "cuda":
             yield
             return
         if self._stream is None:
@@ -52,17 +56,18 @@ class BesideCompute:
         with torch.cuda.stream(self._stream):
             yield
             self._last = self._stream.record_event()
+            self._is_last_captured = torch.cuda.is_current_stream_capturing()
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for all that has been started."""
-        if self._last is not None:
-            assert self._stream is not None
+        """Let the current stream wait for all that has been started.
+
+        What ran before a capture is over when it begins, and what was captured runs with the graph.
+        """
+        if self._last is None:
+            return
+        assert self._stream is not None
+        if self._is_last_captured == torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._stream.device).wait_event(self._last)
-            self._last = None
-
-
-def is_possible(device: torch.device) -> bool:
-    """Whether anything can run beside the current stream."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        self._last = None
