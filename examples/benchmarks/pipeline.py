@@ -93,7 +93,8 @@ def open_ranks(kind: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        is_cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
     return device
 
 
