@@ -177,12 +177,12 @@ def _float_code(
 
 @triton.jit
 def _float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr = 8):
-    """Bits of a narrow float, neither NaN nor Inf -> fp32, exactly, by integer arithmetic."""
+    """Bits of a narrow float, neither NaN nor Inf -> fp32, exactly."""
     wide = code.to(tl.int32)
     magnitude = wide & ((1 << (BITS - 1)) - 1)
-    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
-    value = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
+    # Its exponent and mantissa where fp32 has them, then moved by a power of two: subnormals are those of fp32 until
+    # then, and need neither a case of their own nor a conversion from integers, which runs at a fraction of the speed.
+    value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
     # The sign as a bit: a negation is 0 - value in older tritons, which loses the sign of zero.
     signed = value.to(tl.int32, bitcast=True) | ((wide & (1 << (BITS - 1))) << (32 - BITS))
     return signed.to(tl.float32, bitcast=True)
