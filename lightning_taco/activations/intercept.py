@@ -27,8 +27,9 @@ from lightning_taco.activations.functions import (
     silu_derivative,
     silu_times,
 )
-from lightning_taco.activations.storage import Recomputed, unwrapped
+from lightning_taco.activations.storage import Quantized, Recomputed, unwrapped
 from lightning_taco.activations.store import ActivationStore
+from lightning_taco.activations.weight_gradient import LinearOfMessage, may_read_message, message_hooks
 from lightning_taco.codec import VALUE_DTYPES
 
 CASTS = (torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.float)
@@ -80,7 +81,18 @@ class Interception(TorchFunctionMode):
         if local is None or local.numel() < self.store.config.min_numel:
             return F.linear(input, weight, bias)
         with self.store.hooks("linear", only=local):
-            return F.linear(input, weight, bias)
+            source = self._message_to_read(input, weight, local)
+            if source is None:
+                return F.linear(input, weight, bias)
+        with message_hooks(source, self.store):
+            return LinearOfMessage.apply(input, weight, bias, source, self.store)
+
+    def _message_to_read(self, input: Tensor, weight: Tensor, local: Tensor) -> Quantized | None:
+        """The message of a linear layer's input, if it has one of its own and a matrix product may read it."""
+        if not may_read_message(self.store.config, input, weight, local):
+            return None
+        known = self.store.source_of(local)
+        return self.store.message_of(local) if known is None or isinstance(known, Quantized) else None
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None

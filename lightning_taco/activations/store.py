@@ -157,8 +157,26 @@ class ActivationStore:
                 watch.check(tensor.shape)
             return tensor
         packed.watch.check(packed.shape)
-        value = self._value(packed.source).view(packed.shape)
+        value = self.value(packed.source).view(packed.shape)
         return value if packed.wrapper is None else packed.wrapper.around(value)
+
+    def value(self, source: Source) -> Tensor:
+        """The source's values; those of one source at a time are held until its last user has had them."""
+        held = self._decoded
+        value = held[1] if held is not None and held[0] is source else source.value()
+        source.num_users -= 1
+        self._decoded = (source, value) if source.num_users > 0 else None
+        return value
+
+    def is_decoded(self, source: Source) -> bool:
+        """Whether its values are held now."""
+        return self._decoded is not None and self._decoded[0] is source
+
+    def let_go(self, source: Source) -> None:
+        """Note that one user of `source` does not need its values."""
+        source.num_users -= 1
+        if source.num_users <= 0 and self.is_decoded(source):
+            self._decoded = None
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """What stands for `tensor` already, if anything does."""
@@ -205,14 +223,6 @@ class ActivationStore:
             storage, reference = self._known.get(key, (None, None))
             source = None if reference is None else reference()
         return None if storage is None or storage.expired() else source
-
-    def _value(self, source: Source) -> Tensor:
-        """The source's values; those of one source at a time are held until its last user has had them."""
-        held = self._decoded
-        value = held[1] if held is not None and held[0] is source else source.value()
-        source.num_users -= 1
-        self._decoded = (source, value) if source.num_users > 0 else None
-        return value
 
     def _key(self, local: Tensor) -> tuple[TensorKey, StorageWeakRef]:
         storage = StorageWeakRef(local.untyped_storage())
