@@ -163,8 +163,9 @@ def test_the_allocator_sees_what_was_predicted() -> None:
     stock, stored = ((after - before) / 2 for before, after in zip(*growth, strict=True))
     sizes_of_block = BlockSizes(num_tokens=2048, hidden_size=1024, ffn_size=2816, kv_size=256)
     predicted = sum(predict_block(sizes_of_block, config).values(), StoredBytes())
-    assert stored == pytest.approx(predicted.stored_bytes, rel=0.1)
-    assert stock == pytest.approx(predicted.stock_bytes, rel=0.1)
+    # One tensor of the residual stream is 5% of what stock autograd keeps, and 19% of what is stored.
+    assert stored == pytest.approx(predicted.stored_bytes, rel=0.03)
+    assert stock == pytest.approx(predicted.stock_bytes, rel=0.03)
     assert 1 - stored / stock > 0.7
 
 
