@@ -83,11 +83,11 @@ class ActivationStore:
         """Around one forward."""
         self.num_forwards += 1
         self.ledger.clear()
-        self._clear()
+        self.clear()
         try:
             yield
         finally:
-            self._clear()
+            self.clear()
 
     @contextmanager
     def hooks(self, kind: str, only: Tensor | None = None) -> Iterator[None]:
@@ -239,7 +239,8 @@ class ActivationStore:
         self._num_quantized += 1
         return (self.num_forwards * SEEDS_PER_FORWARD + self._num_quantized) % (1 << 62)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the last forward; what autograd holds of it stays good."""
         self._known.clear()
         self._recipes.clear()
         self._seen.clear()
