@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples import gpt
 from examples.benchmarks import activation_loss, activations
 from examples.benchmarks.activation_loss import gap
 from examples.benchmarks.activations import TINY, WAYS, Training, longest
-from examples.llama import LlamaConfig
+from examples.llama import Llama, LlamaConfig
 from tests.ranks import run_forked
 
 
@@ -225,6 +226,87 @@ def test_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert losses["stock"][0] == losses["fp4"][0] == losses["everywhere"][0]  # the forward is the same
     assert len({row[-1] for row in losses.values()}) == 3
     assert results["fp4"]["ratio"] > 5
+
+
+def test_losses_of_a_preset_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPT's layers at a tiny width: nothing is lost where nothing is quantised, and attention costs the most."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the number {number} follows {number - 1}, and so on. " for number in range(2_000)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = [
+        "--steps",
+        "4",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "64",
+        "--sequence-length",
+        "16",
+        "--batch-size",
+        "2",
+        "--vocab-size",
+        "300",
+    ]
+    arguments = ("--preset", "350M", "--precision", "bf16", "--files", str(text), *sizes)
+    branches = ("--branches", "stock", "stock#2", "fp4", "everywhere")
+    results = run(activation_loss, monkeypatch, tmp_path / "losses.json", *arguments, *branches)
+    first = {name: results[name]["losses"][0] for name in branches[1:]}
+    assert first["stock"] == first["fp4"] == first["everywhere"]
+    assert first["stock#2"] == pytest.approx(first["stock"], rel=1e-3)
+    assert {len(results[name]["losses"]) for name in branches[1:]} == {4}
+    again = run(activation_loss, monkeypatch, tmp_path / "again.json", *arguments, "--branches", "fp4", "stock")
+    assert again["stock"]["losses"] == results["stock"]["losses"]  # whatever ran before it
+    assert again["fp4"]["losses"] == results["fp4"]["losses"]
+
+
+def test_a_preset_is_replaced_by_what_is_given() -> None:
+    given = argparse.Namespace(preset="350M", num_layers=2, lr=None, precision=None, device=torch.device("cuda"))
+    found = activation_loss.with_preset(given)
+    assert (found.num_layers, found.hidden_size, found.lr, found.precision) == (2, 1024, 3e-4, "bf16")
+    found = activation_loss.with_preset(argparse.Namespace(preset="tiny", precision=None, device=torch.device("cpu")))
+    assert (found.num_layers, found.hidden_size, found.lr, found.precision) == (4, 128, 2e-3, "fp32")
+    model = activation_loss.make_model(found)
+    assert isinstance(model, Llama)
+    assert model.blocks[0].mlp.up.weight.shape == (384, 128)
+
+
+def test_the_preset_has_350_million_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = activation_loss.with_preset(
+        argparse.Namespace(preset="350M", precision=None, device=torch.device("meta"))
+    )
+    preset = gpt.GPTConfig.preset("350M")
+    assert (arguments.num_layers, arguments.hidden_size, arguments.num_heads) == (
+        preset.num_layers,
+        preset.hidden_size,
+        preset.num_heads,
+    )
+
+
+def test_a_device_that_is_missing_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        run(activation_loss, monkeypatch, tmp_path / "none.json", "--device", "cuda")
+    assert "--device cuda was given, but torch finds no CUDA device" in capsys.readouterr().err
+
+
+def test_everywhere_stores_what_attention_keeps_and_no_statistics() -> None:
+    everywhere = activation_loss.Everywhere(min_numel=2 * 16 * 64 // 4)
+    query = torch.randn(2, 4, 16, 16, requires_grad=True)
+    sizes: list[int] = []
+    pack = everywhere.pack
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (packed := pack(tensor), sizes.append(tensor.numel()) if isinstance(packed, tuple) else None)[0],
+        everywhere.unpack,
+    )
+    with hooks:
+        output = torch.nn.functional.scaled_dot_product_attention(query * 1, query * 2, query * 3)
+    assert set(sizes) == {query.numel()}  # not the log-sum of each token and head
+    assert len(sizes) >= 3
+    output.sum().backward()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
 
 
 def test_the_gap_is_paired() -> None:
