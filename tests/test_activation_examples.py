@@ -229,7 +229,7 @@ def test_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_losses_of_a_preset_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The GPT's layers at a tiny width: nothing is lost where nothing is quantised, and attention costs the most."""
+    """The GPT's layers at a tiny width: branches begin alike, and do not depend on those that ran before."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the number {number} follows {number - 1}, and so on. " for number in range(2_000)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -270,7 +270,7 @@ def test_a_preset_is_replaced_by_what_is_given() -> None:
     assert model.blocks[0].mlp.up.weight.shape == (384, 128)
 
 
-def test_the_preset_has_350_million_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preset_has_the_sizes_of_the_gpt() -> None:
     arguments = activation_loss.with_preset(
         argparse.Namespace(preset="350M", precision=None, device=torch.device("meta"))
     )

@@ -20,6 +20,7 @@ from lightning_taco.codec.elements import (
 )
 
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
+_INF_BITS = tl.constexpr(0x7F800000)
 # Adding 1.5 * 2^23 rounds a small fp32 to an integer, ties to even, and leaves it in the low bits.
 _ROUND_MAGIC = tl.constexpr(12582912.0)
 _ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
@@ -158,21 +159,26 @@ def _float_code(
     STOCHASTIC: tl.constexpr,
     BITS: tl.constexpr = 8,
 ):
-    """fp32 within the format's range -> bits of a narrow float by integer arithmetic: exact where the cast is not."""
+    """fp32 within the format's range -> bits of a narrow float, exactly: where a cast is not."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = quantized.to(tl.int32, bitcast=True)
-    magnitude = bits & _ABS_MASK
-    if STOCHASTIC:  # noqa: SIM108  Triton reads statements
-        rounding = ((noise << 1) | 1) << (DROPPED - 17)
-    else:
-        rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
-    normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1))
     if STOCHASTIC:
-        steps = steps + (uniform_numbers(noise) - 0.5)
-    subnormal = round_to_integer(steps)
-    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
-    return (tl.minimum(code, LARGEST) | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))).to(tl.uint8)
+        magnitude = bits & _ABS_MASK
+        rounding = ((noise << 1) | 1) << (DROPPED - 17)
+        normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+        steps = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS + MANTISSA - 1)) + (uniform_numbers(noise) - 0.5)
+        code = tl.where(magnitude < ((128 - BIAS) << 23), round_to_integer(steps), normal)
+        code = tl.minimum(code, LARGEST)
+    else:
+        # A number so large that fp32 beside it has the format's steps rounds, ties to even; most of what follows runs
+        # beside the integer units, which are what encoding waits for.
+        magnitude = tl.abs(quantized)
+        lowest = tl.maximum(magnitude, 2.0 ** (1 - BIAS))
+        power = (lowest.to(tl.int32, bitcast=True) & _INF_BITS).to(tl.float32, bitcast=True)
+        large = power * (1.5 * 2.0**DROPPED)
+        rounded = (magnitude + large) - large
+        code = (rounded * (2.0 ** (BIAS - 127))).to(tl.int32, bitcast=True) >> DROPPED
+    return (code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))).to(tl.uint8)
 
 
 @triton.jit
