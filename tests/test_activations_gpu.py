@@ -14,6 +14,7 @@ from lightning_taco.activations import (
     functions,
     intercept,
     measure_stored,
+    norms,
     predict_block,
     store_in_few_bits,
     weight_gradient,
@@ -132,6 +133,32 @@ def test_a_step_with_messages_that_products_read_is_captured_in_a_graph() -> Non
         assert module.weight.grad is not None
         assert relative_error(module.weight.grad.float(), expected) < 0.2
         assert bool(weight_gradient._chosen) == is_measured
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(256, eps=1e-5), nn.LayerNorm(256)], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_behind_which_its_output_was_wanted_has_the_gradients_at_the_stored_input(
+    norm: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(norm, nn.Linear(256, 64)).to("cuda", dtype)
+    x = torch.randn(3, 517, 256, device="cuda", dtype=dtype)
+    codec = ActivationConfig().codec
+    at_stored = decode(encode(x.view(1, -1), codec), codec, x.numel(), dtype).view(x.shape)
+    expected = cuda_gradients_of(model, at_stored)
+    ran: list[Any] = []
+    differentiate = norms.RMSNorm.differentiate
+    monkeypatch.setattr(norms.RMSNorm, "differentiate", lambda *a: (ran.append(a), differentiate(*a))[1])
+    store_in_few_bits(model, ActivationConfig(min_numel=0))
+    for ours, truth in zip(cuda_gradients_of(model, x), expected, strict=True):
+        assert torch.equal(ours, truth)
+    assert len(ran) == isinstance(norm, nn.RMSNorm)
+
+
+def cuda_gradients_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.detach().requires_grad_()
+    output = model(leaf)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
+    return list(torch.autograd.grad(output, [leaf, *model[0].parameters()], upstream))  # type: ignore[index]
 
 
 def cuda_gradients(module: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
