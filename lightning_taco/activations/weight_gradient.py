@@ -1,11 +1,11 @@
 """A linear layer whose input is stored as a message: its weight's gradient from the message itself, or from what it
 decodes to, whichever is faster on this device.
 
-Only layers that own a message come here. In a LLaMA block on one rank none does: query, key, value, gate and up read
-what a norm gives, down reads what SwiGLU gives, and both are computed again from other messages; the output projection
-shares what attention keeps. Under sequence parallelism the layers behind a norm read what has been gathered, which is a
-message of its own; so is the output projection's input where attention's result was copied, and that of any layer
-behind something unknown.
+Only layers that own a message come here. In a LLaMA block on one rank that is the output projection, since
+attention's result is copied for it where rotary positions have laid out the heads anew; else it shares what attention
+keeps. Query, key, value, gate and up read what a norm gives, and down what SwiGLU gives: both are computed again from
+other messages. Under sequence parallelism the layers behind a norm, the head among them, read what has been gathered,
+which is a message of its own; so is the input of any layer behind something unknown.
 """
 
 from __future__ import annotations
