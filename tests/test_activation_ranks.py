@@ -148,6 +148,20 @@ def check_modified_in_place(world_size: int) -> None:
         output.to_local().sum().backward()
 
 
+def check_replicated_weight(mesh: Any) -> None:
+    """Of tokens that are split over the ranks, a whole weight's gradient is a sum over them."""
+    model = nn.Linear(128, 8, bias=False).half()
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(4)).half()
+    model.weight = nn.Parameter(DTensor.from_local(weight, mesh, (Replicate(),), run_check=False))
+    torch.manual_seed(torch.distributed.get_rank())
+    x = DTensor.from_local(torch.randn(4, 128).half(), mesh, (Shard(0),), run_check=False)
+    expected = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    handle = store_in_few_bits(model, ActivationConfig(min_numel=0, weight_gradient="fused"))
+    actual = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    handle.remove()
+    assert relative_error(whole(actual).float(), whole(expected).float()) < 0.2
+
+
 def check_messages_that_products_read(world_size: int) -> None:
     """Under sequence parallelism layers behind a norm read messages: of weights split by outputs, and by channels."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
@@ -169,10 +183,13 @@ def check_messages_that_products_read(world_size: int) -> None:
         gradients[way] = step(model)[1]
         handle.remove()
         assert way == "fused" or shapes == []
+    shapes_of_blocks, num_fused = set(shapes), len(shapes)
+    check_replicated_weight(mesh)
+    assert len(shapes) == num_fused  # the sum over ranks of what each would have is not this rank's to tell
     weight_gradient.runs_kernels, weight_gradient._fused = runs, fused
-    assert {(64, 128), (32, 128), (128, 128)} <= set(shapes)  # query, key and value, gate and up
-    assert (128, 64) in shapes  # the output projection
-    assert len(shapes) == 7  # and the head, whose vocabulary the ranks do not share evenly
+    assert {(64, 128), (32, 128), (128, 128)} <= shapes_of_blocks  # query, key and value, gate and up
+    assert (128, 64) in shapes_of_blocks  # the output projection
+    assert num_fused == 7  # and the head, whose vocabulary the ranks do not share evenly
     for name, gradient in gradients["fused"].items():
         assert relative_error(gradient.float(), gradients["separate"][name].float()) < 5e-3, name
 
