@@ -106,6 +106,7 @@ class Raises(torch.autograd.Function):
 def live_bytes() -> int:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
@@ -135,6 +136,8 @@ def test_running_out_of_memory_leaves_nothing_behind(way: str, place: str, monke
     monkeypatch.setattr(activations, "next_token_loss", next_token_loss)
     assert [training.fits(128), training.fits(64), training.fits(128)] == [False, True, False]
     assert live_bytes() == before
+    if training.handle is not None:
+        assert training.handle.store._decoded is training.handle.store._held is None
     assert longest(training.fits, 128, 64) == 64
 
 

@@ -111,6 +111,13 @@ def test_non_finite_values_reach_their_block_and_no_other(bad: float) -> None:
     assert result[:, 256:].isfinite().all()
 
 
+def test_a_message_of_fewer_values_is_refused() -> None:
+    codec = codec_of("fp4")
+    message, _ = message_and_values((4, 128), codec, torch.float32)
+    with pytest.raises(ValueError, match="a message of 272 bytes is not one of 8 x 128 values, which takes 544; give"):
+        kernels.weight_gradient_triton(torch.randn(8, 3), message, codec, 128)
+
+
 # The layer.
 
 

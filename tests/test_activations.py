@@ -312,6 +312,34 @@ def test_one_input_of_several_layers_is_stored_once_and_decoded_once(monkeypatch
     assert handle.ledger.total.num_tensors == 1
 
 
+def test_a_backward_that_failed_is_forgotten() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("full")
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 16), nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (Fails.apply(self.first(x)) + self.second(x)).sum()
+
+    model = Pair()
+    handle = store_in_few_bits(model, SMALL)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(4, 64)).backward()
+    assert handle.store._decoded is not None  # for the first layer, which never came
+    handle.forget()
+    assert handle.store._decoded is handle.store._held is None
+    assert handle.store._known == handle.store._recipes == {}
+
+
 class Counting(TorchDispatchMode):
     """Counts operations by name."""
 

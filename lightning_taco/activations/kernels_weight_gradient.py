@@ -135,6 +135,9 @@ def weight_gradient_triton(
     Returns:
         ``[outputs, channels]``, in the dtype of `gradient`.
 
+    Raises:
+        ValueError: a message of fewer values, which the kernel would read beyond.
+
     Cost: one launch. Reads each code once for every tile of outputs, writes the result once.
     """
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
@@ -143,6 +146,11 @@ def weight_gradient_triton(
     if not num_tokens:
         return result.zero_()
     layout = MessageLayout.of(num_tokens * num_channels, codec)
+    if message.shape[1] < layout.message_bytes:
+        raise ValueError(
+            f"a message of {message.shape[1]} bytes is not one of {num_tokens} x {num_channels} values, which takes "
+            f"{layout.message_bytes}; give the gradient of the layer whose input it was made of."
+        )
     codes = message[0, : layout.scale_offset_bytes]
     scales = message[0, layout.scale_offset_bytes :][: layout.num_blocks * SCALE_BYTES].view(torch.float32)
     row_blocks = num_channels // codec.block_size
