@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from examples import gpt, llama
 from examples.plans import shard_data_parallel
-from lightning_taco.activations import ActivationConfig, store, store_in_few_bits
+from lightning_taco.activations import ActivationConfig, store, store_in_few_bits, weight_gradient
 from tests.ranks import run_forked
 from tests.test_activations import SMALL, Exact, make_model, perturbed, relative_error, tokens
 
@@ -148,12 +148,59 @@ def check_modified_in_place(world_size: int) -> None:
         output.to_local().sum().backward()
 
 
+def check_replicated_weight(mesh: Any) -> None:
+    """Of tokens that are split over the ranks, a whole weight's gradient is a sum over them."""
+    model = nn.Linear(128, 8, bias=False).half()
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(4)).half()
+    model.weight = nn.Parameter(DTensor.from_local(weight, mesh, (Replicate(),), run_check=False))
+    torch.manual_seed(torch.distributed.get_rank())
+    x = DTensor.from_local(torch.randn(4, 128).half(), mesh, (Shard(0),), run_check=False)
+    expected = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    handle = store_in_few_bits(model, ActivationConfig(min_numel=0, weight_gradient="fused"))
+    actual = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    handle.remove()
+    assert relative_error(whole(actual).float(), whole(expected).float()) < 0.2
+
+
+def check_messages_that_products_read(world_size: int) -> None:
+    """Under sequence parallelism layers behind a norm read messages: of weights split by outputs, and by channels."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    model = perturbed(make_model("llama", hidden_size=128, ffn_size=256, num_layers=1)).half()
+    llama.parallelize(model, mesh, sequence_parallel=True)
+    shapes: list[tuple[int, ...]] = []
+    runs, fused = weight_gradient.runs_kernels, weight_gradient._fused
+
+    def record(*arguments: Any) -> Tensor:
+        result = fused(*arguments)
+        shapes.append(tuple(result.shape))
+        return result
+
+    weight_gradient.runs_kernels, weight_gradient._fused = (lambda tensor: True), record
+    gradients: dict[str, dict[str, Tensor]] = {}
+    for way in ("separate", "fused"):
+        config = ActivationConfig(min_numel=0, block_size=64, weight_gradient=way)  # type: ignore[arg-type]
+        handle = store_in_few_bits(model, config)
+        gradients[way] = step(model)[1]
+        handle.remove()
+        assert way == "fused" or shapes == []
+    shapes_of_blocks, num_fused = set(shapes), len(shapes)
+    check_replicated_weight(mesh)
+    assert len(shapes) == num_fused  # the sum over ranks of what each would have is not this rank's to tell
+    weight_gradient.runs_kernels, weight_gradient._fused = runs, fused
+    assert {(64, 128), (32, 128), (128, 128)} <= shapes_of_blocks  # query, key and value, gate and up
+    assert (128, 64) in shapes_of_blocks  # the output projection
+    assert num_fused == 7  # and the head, whose vocabulary the ranks do not share evenly
+    for name, gradient in gradients["fused"].items():
+        assert relative_error(gradient.float(), gradients["separate"][name].float()) < 5e-3, name
+
+
 def check_two_ranks(rank: int) -> None:
     check_tensor_parallel(2)
     check_sharded_data(2)
     check_partial_sums(2)
     check_modified_in_place(2)
     check_hooks(2)
+    check_messages_that_products_read(2)
 
 
 def check_four_ranks(rank: int) -> None:

@@ -26,6 +26,20 @@ from lightning_taco.config import CodecConfig
         ({"min_numel": 1.5}, "min_numel=1.5 is not a number of values"),
         ({"min_numel": True}, "min_numel=True is not a number of values"),
         ({"exclude": "head"}, r"exclude='head' is one string; use a list of patterns, \['head'\]"),
+        (
+            {"weight_gradient": "fast"},
+            "weight_gradient='fast' is not supported; use one of 'auto', 'fused', 'separate'",
+        ),
+        (
+            {"weight_gradient": "fused", "element": "int8"},
+            r"weight_gradient='fused' does not fit messages of int8, .*: a matrix product reads 'fp4', 'nf4' and "
+            "'int4' in blocks of 64 or 128 without rotation. Change those, or use weight_gradient='auto'",
+        ),
+        (
+            {"weight_gradient": "fused", "block_size": 256},
+            "weight_gradient='fused' does not fit messages of fp4, block",
+        ),
+        ({"weight_gradient": "fused", "rotation": True}, "weight_gradient='fused' does not fit messages of fp4, block"),
         ({"hooked": [3]}, r"hooked=\[3\] is not a list of patterns; use \[\] for none"),
     ],
 )
@@ -67,6 +81,9 @@ def test_bits_choose_an_element() -> None:
     assert config.with_bits(4) is config
     assert [config.with_bits(bits).element for bits in (5, 6, 8)] == ["int5", "int6", "int8"]
     assert config.with_bits(6).min_numel == 7
+    fused = ActivationConfig(element="nf4", weight_gradient="fused")
+    assert [fused.with_bits(bits).weight_gradient for bits in (4, 5, 8)] == ["fused", "auto", "auto"]
+    assert ActivationConfig(weight_gradient="separate").with_bits(6).weight_gradient == "separate"
     rotated = ActivationConfig(element="int4", rotation=True, levels="gaussian")
     assert rotated.with_bits(6).levels == "gaussian"
     assert rotated.with_bits(8).levels == "uniform"

@@ -8,6 +8,7 @@ decoded input.
 import copy
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from examples import gpt, llama
 from examples.plans import next_token_loss
-from lightning_taco.activations import ActivationConfig, StoredActivations, store, store_in_few_bits
+from lightning_taco.activations import ActivationConfig, StoredActivations, norms, store, store_in_few_bits
 from lightning_taco.activations.storage import Quantized
 from lightning_taco.codec import decode, encode
 
@@ -308,6 +310,119 @@ def test_one_input_of_several_layers_is_stored_once_and_decoded_once(monkeypatch
     assert counts == {"encode": 1, "decode": 1}
     assert handle.store._decoded is None  # its last user has had it
     assert handle.ledger.total.num_tensors == 1
+
+
+def test_a_backward_that_failed_is_forgotten() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("full")
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 16), nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (Fails.apply(self.first(x)) + self.second(x)).sum()
+
+    model = Pair()
+    handle = store_in_few_bits(model, SMALL)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(4, 64)).backward()
+    assert handle.store._decoded is not None  # for the first layer, which never came
+    handle.forget()
+    assert handle.store._decoded is handle.store._held is None
+    assert handle.store._known == handle.store._recipes == {}
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "num_norms"), [("gpt", 5), ("llama", 5)])
+def test_a_backward_decodes_each_message_of_a_norm_once_and_runs_each_norm_once(
+    kind: str, num_norms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(kind)
+    handle = store_in_few_bits(model, SMALL)
+    loss = next_token_loss(model(tokens()[:, :-1]), tokens()[:, 1:])
+    decoded: Counter[int] = Counter()
+    value = Quantized.value
+    monkeypatch.setattr(Quantized, "value", lambda source: (decoded.update([id(source)]), value(source))[1])
+    with Counting() as counting:
+        loss.backward()
+    of_norms = [row for (_, name), row in handle.ledger.rows.items() if name == "norm"]
+    assert len(of_norms) == num_norms
+    gelu_or_gate_and_up = {"gpt": [2] * 2, "llama": [2] * 4}[kind]  # for their gradients, and for what follows of them
+    of_others = [1] * 2 if kind == "llama" else []  # the output projection's input
+    assert sorted(decoded.values()) == sorted([1] * num_norms + gelu_or_gate_and_up + of_others)
+    if kind == "gpt":
+        assert counting.counts["native_layer_norm"] == counting.counts["native_layer_norm_backward"] == num_norms
+    assert handle.store._decoded is handle.store._held is None
+
+
+def test_rms_norm_is_differentiated_by_its_statistics_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operation that torch has on CUDA only, written out."""
+    ran: list[list[bool]] = []
+
+    def backward(gradient: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor, mask: list[bool]) -> Any:
+        ran.append(mask)
+        normalized, scaled = x * rstd, gradient * weight
+        of_x = rstd * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
+        return of_x, (gradient * normalized).flatten(0, -2).sum(0)
+
+    model, x = nn.Sequential(perturbed(nn.RMSNorm(64, eps=1e-5)), nn.Linear(64, 8)), torch.randn(3, 37, 64)
+    handle = store_in_few_bits(model, SMALL)
+    expected = gradients_of(model, x)
+    monkeypatch.setattr(norms, "has_fused_rms_norm", lambda tensor: True)
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", backward, raising=False)
+    actual = gradients_of(model, x)
+    assert ran == [[True, True]]
+    for ours, truth in zip(actual, expected, strict=True):
+        assert relative_error(ours, truth) < 1e-5
+    model(x).sum().backward()
+    assert ran[1:] == [[False, True]]
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients_of(model, x)
+    assert len(ran) == 2
+    assert handle.store._held is None
+
+
+@pytest.mark.parametrize("elementwise_affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+def test_a_norm_behind_which_its_output_was_wanted_has_the_same_gradients(
+    elementwise_affine: bool, dtype: torch.dtype, frozen: str
+) -> None:
+    norm = perturbed(nn.LayerNorm(64, elementwise_affine=elementwise_affine)).to(dtype)
+    model = nn.Sequential(norm, nn.Linear(64, 8).to(dtype))
+    if frozen and elementwise_affine:
+        getattr(norm, frozen).requires_grad_(False)
+    x = torch.randn(3, 37, 64).to(dtype)
+    upstream = torch.randn(3, 37, 8).to(dtype)
+
+    def run(given: Tensor) -> list[Tensor]:
+        leaf = given.detach().requires_grad_()
+        wanted = [leaf, *(weight for weight in norm.parameters() if weight.requires_grad)]
+        return list(torch.autograd.grad(model(leaf), wanted, upstream))
+
+    expected = run(stored(x))
+    store_in_few_bits(model, SMALL)
+    for ours, truth in zip(run(x), expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=0)
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_it_held_before(recorder: "Recorder") -> None:

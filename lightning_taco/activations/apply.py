@@ -72,6 +72,11 @@ class StoredActivations:
         self._handles.clear()
         self._close_all()
 
+    def forget(self) -> None:
+        """Let go of what a forward or a backward that was ended by an exception has left in memory."""
+        self._close_all()
+        self.store.clear()
+
     def _watch(self, module: nn.Module, name: str) -> None:
         """Let the store know whose forward runs, what is excluded, and where every saved tensor is to be stored."""
         excluded, hooked, store = self.config.excludes(name), self.config.hooks(name), self.store

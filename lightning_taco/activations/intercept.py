@@ -27,8 +27,10 @@ from lightning_taco.activations.functions import (
     silu_derivative,
     silu_times,
 )
-from lightning_taco.activations.storage import Recomputed, unwrapped
+from lightning_taco.activations.norms import LayerNorm, Norm, NormOfInput, NormOutput, RMSNorm
+from lightning_taco.activations.storage import Quantized, Recomputed, Source, unwrapped
 from lightning_taco.activations.store import ActivationStore
+from lightning_taco.activations.weight_gradient import LinearOfMessage, may_read_message, message_hooks
 from lightning_taco.codec import VALUE_DTYPES
 
 CASTS = (torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.float)
@@ -86,15 +88,23 @@ class Interception(TorchFunctionMode):
         if local is None or local.numel() < self.store.config.min_numel:
             return F.linear(input, weight, bias)
         with self.store.hooks("linear", only=local):
-            return F.linear(input, weight, bias)
+            source = self._message_to_read(input, weight, local)
+            if source is None:
+                return F.linear(input, weight, bias)
+        with message_hooks(source, self.store):
+            return LinearOfMessage.apply(input, weight, bias, source, self.store)
+
+    def _message_to_read(self, input: Tensor, weight: Tensor, local: Tensor) -> Quantized | None:
+        """The message of a linear layer's input, if it has one of its own and a matrix product may read it."""
+        if not may_read_message(self.store.config, input, weight, local):
+            return None
+        known = self.store.source_of(local)
+        return self.store.message_of(local) if known is None or isinstance(known, Quantized) else None
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        def operation(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return F.rms_norm(input, normalized_shape, weight, eps)
-
-        return self._norm(operation, tuple(normalized_shape), input, weight, None)
+        return self._norm(RMSNorm(normalized_shape, eps), input, weight, None)
 
     def _layer_norm(
         self,
@@ -104,26 +114,20 @@ class Interception(TorchFunctionMode):
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        def operation(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return F.layer_norm(input, normalized_shape, weight, bias, eps)
+        return self._norm(LayerNorm(normalized_shape, eps), input, weight, bias)
 
-        return self._norm(operation, tuple(normalized_shape), input, weight, bias)
-
-    def _norm(
-        self,
-        operation: Callable[..., Tensor],
-        normalized_shape: tuple[int, ...],
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def _norm(self, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         with self.store.hooks("norm"):
-            output = FromInputs.apply(operation, None, input, weight, bias)
+            output = NormOfInput.apply(norm, input, weight, bias)
         # Copies, small beside the activations: the weights may be sharded again when the output is asked for.
         whole = [None if each is None else unwrapped(each)[0] for each in (weight, bias)]
-        if all(part is None or part.shape == normalized_shape for part in whole):
+        if all(part is None or part.shape == norm.normalized_shape for part in whole):
             copies = [None if each is None else each.detach().clone() for each in whole]
-            self._recomputable(output, lambda x: operation(x, *copies), input)
+
+            def kind(_: Any, sources: list[Source], device: torch.device) -> Recomputed:
+                return NormOutput(norm, (copies[0], copies[1]), sources[0], self.store, device)
+
+            self._recomputable(output, norm, input, kind=kind)
         return output
 
     def _gelu(self, input: Tensor, *, approximate: str = "none") -> Tensor:
@@ -198,7 +202,7 @@ class Interception(TorchFunctionMode):
         output: Tensor,
         operation: Callable[..., Tensor],
         *inputs: Tensor,
-        kind: type[Recomputed] = Recomputed,
+        kind: Callable[..., Recomputed] = Recomputed,
     ) -> None:
         """Should autograd save `output`, it is computed again from what stands for `inputs`."""
         if not output.requires_grad or any(_placements(input) != _placements(output) for input in inputs):

@@ -1,7 +1,7 @@
 """SwiGLU on stored messages as fused Triton kernels: what is decoded never reaches memory.
 
-The only file of stored activations that imports triton. `activations.functions` has the oracle: decode, then torch's
-own operations. These differ from it by rounding, since they stay in fp32 between the steps.
+`activations.functions` has the oracle: decode, then torch's own operations. These differ from it by rounding, since
+they stay in fp32 between the steps.
 
 A program owns a tile of blocks, as in `codec.kernels`; where it holds two tensors a smaller one, since a thread that
 had a whole block of each would not have the registers for them.

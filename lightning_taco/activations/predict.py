@@ -46,6 +46,9 @@ def predict_block(sizes: BlockSizes, config: ActivationConfig) -> dict[str, Stor
     Returns:
         Kind of operation to bytes; add them up for the block.
 
+    The block's input is among them: the norm that reads it keeps it, or its message. An allocator sees the former only
+    if the input is made while it looks: a block alone, whose input is there already, seems to keep one tensor less.
+
     Source: AGoQ, arXiv 2605.00539, LAAQ, whose 28U and 7.75U (U = 2 bytes a value of the residual stream) are for a
     feed-forward layer of four times the hidden size, full heads, and norms that keep two copies of their input. Under
     sequence parallelism the layers behind a norm read what has been gathered, which is stored once more.

@@ -10,6 +10,10 @@ from lightning_taco.config import CodecConfig, from_fields, matches_site
 
 STORED_ELEMENTS = ("fp4", "nf4", "int4", "int5", "int6", "int8")
 ELEMENT_OF_BITS: dict[int, Literal["int5", "int6", "int8"]] = {5: "int5", 6: "int6", 8: "int8"}
+WeightGradient = Literal["auto", "fused", "separate"]
+WEIGHT_GRADIENTS = ("auto", "fused", "separate")
+READABLE_ELEMENTS, READABLE_BLOCK_SIZES = ("fp4", "nf4", "int4"), (64, 128)
+"""Of messages that a matrix product can read."""
 RECIPE_NAMES = ("agoq", "none")
 DEFAULT_MIN_NUMEL = 1 << 16
 
@@ -31,6 +35,10 @@ class ActivationConfig:
         hooked: names of modules in which *every* large floating-point tensor that autograd saves is stored so, by
             saved-tensor hooks; for modules whose parts are not known, such as a norm that is written by hand. Never
             parameters, integers, booleans, small tensors, nor anything of ``scaled_dot_product_attention``.
+        weight_gradient: how a linear layer whose input is a message of 4 bits gets its weight's gradient on CUDA, in
+            half precision: ``"fused"``, by a matrix product that decodes what it reads, ``"separate"``, by a launch
+            that decodes and the library's product, or ``"auto"``, the faster, measured at first use. Elsewhere, and
+            for layers whose channels are not whole blocks, always as ``"separate"``.
 
     Raises:
         ValueError: for an impossible value; the message names it and the remedy.
@@ -48,6 +56,7 @@ class ActivationConfig:
     min_numel: int = DEFAULT_MIN_NUMEL
     exclude: tuple[str, ...] | list[str] = ()
     hooked: tuple[str, ...] | list[str] = ()
+    weight_gradient: WeightGradient = "auto"
 
     def __post_init__(self) -> None:
         if self.element not in STORED_ELEMENTS:
@@ -63,6 +72,18 @@ class ActivationConfig:
                 raise ValueError(f"{name}={patterns!r} is not a list of patterns; use [] for none.")
             object.__setattr__(self, name, tuple(patterns))
         _ = self.codec  # checks the rest
+        self._check_weight_gradient()
+
+    def _check_weight_gradient(self) -> None:
+        if self.weight_gradient not in WEIGHT_GRADIENTS:
+            allowed = ", ".join(map(repr, WEIGHT_GRADIENTS))
+            raise ValueError(f"weight_gradient={self.weight_gradient!r} is not supported; use one of {allowed}.")
+        if self.weight_gradient == "fused" and not self.has_readable_messages:
+            raise ValueError(
+                f"weight_gradient='fused' does not fit messages of {self.codec}: a matrix product reads 'fp4', 'nf4' "
+                "and 'int4' in blocks of 64 or 128 without rotation. Change those, or use weight_gradient='auto', "
+                "which decodes what cannot be read so."
+            )
 
     @property
     def codec(self) -> CodecConfig:
@@ -74,6 +95,12 @@ class ActivationConfig:
             levels=self.levels,
             rounding=self.rounding,
         )
+
+    @property
+    def has_readable_messages(self) -> bool:
+        """Whether a matrix product can read the messages without their being decoded before."""
+        is_readable = self.element in READABLE_ELEMENTS and self.block_size in READABLE_BLOCK_SIZES
+        return is_readable and not self.rotation
 
     @property
     def bits_per_value(self) -> float:
@@ -90,8 +117,10 @@ class ActivationConfig:
             return self if self.element in ("fp4", "nf4", "int4") else replace(self, element="int4")
         if bits not in ELEMENT_OF_BITS:
             raise ValueError(f"bits={bits!r} has no format of stored activations; use 4, 5, 6 or 8.")
-        # Integers of 8 bits have one set of levels.
-        return replace(self, element=ELEMENT_OF_BITS[bits], levels="uniform" if bits == 8 else self.levels)
+        # Integers of 8 bits have one set of levels; none of these is read by a matrix product.
+        levels = "uniform" if bits == 8 else self.levels
+        way = "auto" if self.weight_gradient == "fused" else self.weight_gradient
+        return replace(self, element=ELEMENT_OF_BITS[bits], levels=levels, weight_gradient=way)
 
     def excludes(self, module: str) -> bool:
         """Whether everything in the module of this name is kept as it is."""

@@ -64,6 +64,7 @@ class ActivationStore:
         self._recipes: dict[TensorKey, tuple[StorageWeakRef, Source]] = {}
         self._seen: dict[TensorKey, StorageWeakRef] = {}
         self._decoded: tuple[Source, Tensor] | None = None
+        self._held: tuple[Source, Tensor] | None = None
 
     @property
     def module(self) -> str:
@@ -83,11 +84,11 @@ class ActivationStore:
         """Around one forward."""
         self.num_forwards += 1
         self.ledger.clear()
-        self._clear()
+        self.clear()
         try:
             yield
         finally:
-            self._clear()
+            self.clear()
 
     @contextmanager
     def hooks(self, kind: str, only: Tensor | None = None) -> Iterator[None]:
@@ -157,8 +158,34 @@ class ActivationStore:
                 watch.check(tensor.shape)
             return tensor
         packed.watch.check(packed.shape)
-        value = self._value(packed.source).view(packed.shape)
+        value = self.value(packed.source).view(packed.shape)
         return value if packed.wrapper is None else packed.wrapper.around(value)
+
+    def value(self, source: Source) -> Tensor:
+        """The source's values; those of one source at a time are held until its last user has had them."""
+        found = next((each[1] for each in (self._decoded, self._held) if each is not None and each[0] is source), None)
+        value = source.value() if found is None else found
+        self.let_go(source)
+        self._decoded = (source, value) if source.num_users > 0 else None
+        return value
+
+    def hold(self, source: Source, value: Tensor) -> None:
+        """Keep what was decoded to compute something else, if `source` has a user left, until the next of its kind."""
+        self._held = (source, value) if source.num_users > 0 else None
+
+    def is_decoded(self, source: Source) -> bool:
+        """Whether its values are held now."""
+        return any(each is not None and each[0] is source for each in (self._decoded, self._held))
+
+    def let_go(self, source: Source) -> None:
+        """Note that one user of `source` has had its values, or does not need them."""
+        source.num_users -= 1
+        if source.num_users > 0:
+            return
+        if self._decoded is not None and self._decoded[0] is source:
+            self._decoded = None
+        if self._held is not None and self._held[0] is source:
+            self._held = None
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """What stands for `tensor` already, if anything does."""
@@ -206,14 +233,6 @@ class ActivationStore:
             source = None if reference is None else reference()
         return None if storage is None or storage.expired() else source
 
-    def _value(self, source: Source) -> Tensor:
-        """The source's values; those of one source at a time are held until its last user has had them."""
-        held = self._decoded
-        value = held[1] if held is not None and held[0] is source else source.value()
-        source.num_users -= 1
-        self._decoded = (source, value) if source.num_users > 0 else None
-        return value
-
     def _key(self, local: Tensor) -> tuple[TensorKey, StorageWeakRef]:
         storage = StorageWeakRef(local.untyped_storage())
         return TensorKey.of(local, storage), storage
@@ -229,13 +248,14 @@ class ActivationStore:
         self._num_quantized += 1
         return (self.num_forwards * SEEDS_PER_FORWARD + self._num_quantized) % (1 << 62)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the last forward; what autograd holds of it stays good."""
         self._known.clear()
         self._recipes.clear()
         self._seen.clear()
         self.modules.clear()
         self.num_excluded = self._num_quantized = 0
-        self._decoded = None
+        self._decoded = self._held = None
 
 
 class Observer:
