@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_taco.bench.settings import CODEC_NAMES, BenchSettings
+from lightning_taco.collectives.algorithms import KINDS
 from lightning_taco.collectives.break_even import NEVER_SLOWER, BreakEven, Timing
 from lightning_taco.collectives.break_even_file import load
 from lightning_taco.collectives.calibration import Ladder, RankGroup, measure
@@ -54,7 +55,8 @@ def main() -> None:
     known = {timing.codec for timing in break_even.timings}
     codecs = [codec for codec in BenchSettings(codecs=CODEC_NAMES).codec_configs() if str(codec) in known]
     ranks = RankGroup(group, device, hierarchy=Hierarchy.of(group), memory=memory)
-    ladder = Ladder(sizes=sorted(others), rounds=arguments.rounds)
+    kinds = tuple(kind for kind in KINDS if any(timing.kind == kind for timing in break_even.timings))
+    ladder = Ladder(sizes=sorted(others), rounds=arguments.rounds, kinds=kinds)
     rows = [row_of(timing, break_even) for timing in measure(ranks, codecs, ladder)]
     worst = min(rows, key=lambda row: row["speed_up"])
     if dist.get_rank() == 0:

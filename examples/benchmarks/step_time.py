@@ -10,7 +10,8 @@
 Variants take turns on one model: in each round each runs `--steps` steps (forward, backward, clipping, AdamW), each
 timed by CUDA events. Of the first, second, ... step of a round the median over rounds counts, so that what only one
 round met goes out, and what a step does each time stays in; the figure is the mean of these. ``+mapped`` lets GPUs read
-each other's memory. ``+callbacks`` adds `CompressionMonitor`, `GradientNormMonitor`, `CompressionGuard` and
+each other's memory. ``+sliced`` cuts row-parallel products in `--num_slices`, each of which is sent while the next is
+computed. ``+callbacks`` adds `CompressionMonitor`, `GradientNormMonitor`, `CompressionGuard` and
 `ThroughputReport` with their default sampling and a CSV logger: give it as many steps as the rarest of them samples
 (200). The loss of the same weights and batch is compared in the same run. With `--graphs` each round captures a
 variant's step as a CUDA graph and replays it, so that the host's time, which is the longer one on a fast link, is left
@@ -38,6 +39,7 @@ from examples.plans import materialize, next_token_loss
 from lightning_taco.callbacks import CompressionGuard, CompressionMonitor, GradientNormMonitor, ThroughputReport
 from lightning_taco.config import CompressionConfig, resolve_compression
 from lightning_taco.dtensor.outcomes import COMPRESSED
+from lightning_taco.dtensor.overlap import NUM_SLICES
 from lightning_taco.fabric import TacoTPStrategy
 from lightning_taco.strategies.compression import Compression
 
@@ -76,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--sequence_parallel", action="store_true")
-    parser.add_argument("--num_slices", type=int, default=1, help="of row-parallel products, sent one after another")
+    parser.add_argument("--num_slices", type=int, default=2, help="of row-parallel products, for +sliced")
     parser.add_argument("--graphs", action="store_true", help="replay steps as CUDA graphs")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
@@ -182,14 +184,18 @@ class StepBenchmark:
         self.strategy.compression.stop()
         self.strategy.compression = Compression(config_of(variant, self.arguments.min_bytes), 0)
         self.strategy.compression.start(self.model, self.strategy.device_mesh, self.fabric.device)
+        for module in self.model.modules():
+            if hasattr(module, NUM_SLICES):
+                slices = self.arguments.num_slices if "sliced" in variant.split("+") else 1
+                setattr(module, NUM_SLICES, slices)
 
     def _config(self) -> gpt.GPTConfig:
         names = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size")
         return gpt.GPTConfig(**{name: getattr(self.arguments, name) for name in names})
 
     def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        more = {name: getattr(self.arguments, name) for name in ("sequence_parallel", "num_slices")}
-        model = gpt.parallelize(model, mesh["tensor_parallel"], **more)
+        sequence_parallel = self.arguments.sequence_parallel
+        model = gpt.parallelize(model, mesh["tensor_parallel"], sequence_parallel=sequence_parallel)
         return materialize(model, self.fabric.device, seed=0)
 
 

@@ -27,6 +27,9 @@ from lightning_taco.dtensor.scopes import session_in_scope
 from lightning_taco.dtensor.session import CompressionSession
 from lightning_taco.dtensor.sites import Site
 
+NUM_SLICES = "num_slices"
+"""Attribute of a layer."""
+
 
 class OverlappedRowwiseParallel(RowwiseParallel):
     """`RowwiseParallel` for a linear layer whose compressed exchange overlaps with its own product.
@@ -36,7 +39,8 @@ class OverlappedRowwiseParallel(RowwiseParallel):
     same bits.
 
     Args:
-        num_slices: of tokens, in which the product is cut; at most as many as there are tokens.
+        num_slices: of tokens, in which the product is cut; at most as many as there are tokens. The layer has it as
+            an attribute, which may be changed between steps.
         input_layouts: as for `RowwiseParallel`.
         output_layouts: as for `RowwiseParallel`: ``Replicate()`` (all-reduce), or ``Shard`` of a dim of tokens
             (reduce-scatter), which the ranks must divide.
@@ -68,15 +72,14 @@ class OverlappedRowwiseParallel(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         if isinstance(module, nn.Linear):
+            setattr(module, NUM_SLICES, self.num_slices)
             stock = module.forward
-            module.forward = partial(  # type: ignore[method-assign]
-                _forward, module, stock, device_mesh, self.output_layouts[0], self.num_slices
-            )
+            module.forward = partial(_forward, module, stock, device_mesh, self.output_layouts[0])  # type: ignore[method-assign]
         return module
 
 
 def _forward(
-    module: nn.Linear, stock: Callable[[Any], Any], mesh: DeviceMesh, layout: Placement, num_slices: int, input: DTensor
+    module: nn.Linear, stock: Callable[[Any], Any], mesh: DeviceMesh, layout: Placement, input: DTensor
 ) -> DTensor:
     """The layer's output, as `layout` says; partial sums where the exchange is left to whoever asks for it."""
     if _compat.is_tracing() or input.placements != (Shard(input.dim() - 1),) or _is_left_alone():
@@ -84,7 +87,7 @@ def _forward(
     assert isinstance(module.weight, DTensor)
     local, weight = _autocast(input.to_local()), _autocast(module.weight.to_local())
     bias = _autocast(module.bias.to_local()) if isinstance(module.bias, DTensor) else None
-    sliced = _Sliced.of(local, weight, mesh, layout, num_slices)
+    sliced = _Sliced.of(local, weight, mesh, layout, getattr(module, NUM_SLICES))
     if sliced is None:
         return stock(input)
     output = _SlicedLinear.apply(local, weight, bias, sliced)
