@@ -148,6 +148,11 @@ class CompressionConfig:
         transport: ``"process_group"``: over NCCL or gloo. ``"auto"``: GPUs of one host that can map each other's memory
             read messages there, which saves copies and launches over NVLink; else over the process group, which a line
             at the start says with the reason.
+        asynchronous: on CUDA, hand back what DTensor asks for with ``async_op=True``, as torch's parallel styles do for
+            their outputs, while it is on its way on a stream of its own; it is waited for when it is used. It takes
+            the host 0.2 ms more for each exchange, as it does without compression, so it is for models that compute
+            something else before they use the result. Otherwise such an exchange is in the order of the current
+            stream; the host never waits.
 
     Raises:
         ValueError: for an impossible value; the message names it and the remedy.
@@ -160,6 +165,7 @@ class CompressionConfig:
     recipes: Mapping[str, str] = field(default_factory=dict)
     during_validation: bool = False
     transport: Literal["process_group", "auto"] = "process_group"
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -173,8 +179,9 @@ class CompressionConfig:
             raise ValueError(
                 f"min_bytes={self.min_bytes!r} is not a number of bytes; use an integer from 0 up, or 'auto'."
             )
-        if not isinstance(self.during_validation, bool):
-            raise ValueError(f"during_validation={self.during_validation!r} is not a boolean; use True or False.")
+        for name in ("during_validation", "asynchronous"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a boolean; use True or False.")
         if isinstance(self.exclude, str):
             raise ValueError(f"exclude={self.exclude!r} is one string; use a list of patterns, [{self.exclude!r}].")
         if not isinstance(self.exclude, (list, tuple)) or not all(isinstance(each, str) for each in self.exclude):
@@ -197,7 +204,8 @@ class CompressionConfig:
     def _key(self) -> tuple[Any, ...]:
         # Of `recipes` the order counts too: the first pattern that matches wins.
         rules = (tuple(self.exclude), tuple(self.recipes.items()))
-        return (self.forward, self.backward, self.min_bytes, rules, self.during_validation, self.transport)
+        ways = (self.during_validation, self.transport, self.asynchronous)
+        return (self.forward, self.backward, self.min_bytes, rules, *ways)
 
     def codec_for(self, site: str, direction: Literal["forward", "backward"]) -> CodecConfig | None:
         """The codec for exchanges of module `site` in `direction`; ``None`` where they go as they are.

@@ -37,6 +37,9 @@ LONGEST = (
     "codec_kernels",
     "examples_models",
     "fabric_strategy",
+    "data_parallel",
+    "data_parallel_strategies",
+    "activation_examples",
 )
 deselected = pytest.StashKey[Counter[str]]()
 

@@ -105,7 +105,8 @@ class Raises(torch.autograd.Function):
 
 def live_bytes() -> int:
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # No fake tensors, which graphs of torch.compile keep and which have no memory.
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())

@@ -33,7 +33,7 @@ from lightning_taco.config import CodecConfig
         (
             {"weight_gradient": "fused", "element": "int8"},
             r"weight_gradient='fused' does not fit messages of int8, .*: a matrix product reads 'fp4', 'nf4' and "
-            "'int4' in blocks of 64 or 128 without rotation. Change those, or use weight_gradient='auto'",
+            "'int4' in blocks of 64 or 128 without rotation. Change those, or use weight_gradient='separate'",
         ),
         (
             {"weight_gradient": "fused", "block_size": 256},
@@ -82,7 +82,7 @@ def test_bits_choose_an_element() -> None:
     assert [config.with_bits(bits).element for bits in (5, 6, 8)] == ["int5", "int6", "int8"]
     assert config.with_bits(6).min_numel == 7
     fused = ActivationConfig(element="nf4", weight_gradient="fused")
-    assert [fused.with_bits(bits).weight_gradient for bits in (4, 5, 8)] == ["fused", "auto", "auto"]
+    assert [fused.with_bits(bits).weight_gradient for bits in (4, 5, 8)] == ["fused", "separate", "separate"]
     assert ActivationConfig(weight_gradient="separate").with_bits(6).weight_gradient == "separate"
     rotated = ActivationConfig(element="int4", rotation=True, levels="gaussian")
     assert rotated.with_bits(6).levels == "gaussian"

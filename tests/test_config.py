@@ -286,7 +286,7 @@ def test_resolving_what_a_user_passes() -> None:
             {"min_byte": 3},
             ValueError,
             "compression has no field 'min_byte'; it has 'forward', 'backward', 'min_bytes', 'exclude', 'recipes', "
-            "'during_validation', 'transport'.",
+            "'during_validation', 'transport', 'asynchronous'.",
         ),
         (
             {"backward": {"block_sise": 64}},

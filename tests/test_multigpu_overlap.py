@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m pytest tests/test_multigpu_overlap.py -m multigpu
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from tests.test_multigpu import mesh, nccl, pytestmark  # noqa: F401  fixtures, 
 from tests.test_overlap import EVERYTHING, WIDTH, Layer, outcome, same
 
 NUM_STEPS = 100
+ASYNCHRONOUS = replace(EVERYTHING, asynchronous=True)
+QUEUE_CYCLES = 40_000_000  # some 20 ms
 CHANGES = [(Partial(), Replicate()), (Partial(), Shard(1)), (Shard(1), Replicate())]
 
 
@@ -49,7 +52,7 @@ def memory(request: Any, nccl: None) -> Any:  # noqa: F811
 def test_results_on_their_way_have_the_bits_of_those_that_were_waited_for(mesh: DeviceMesh, memory: Any) -> None:  # noqa: F811
     churn = random.Random(dist.get_rank())
     stochastic = CodecConfig(element="int4", rounding="stochastic")
-    config = CompressionConfig(forward=stochastic, backward=stochastic, min_bytes=0)
+    config = CompressionConfig(forward=stochastic, backward=stochastic, min_bytes=0, asynchronous=True)
     values = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16)
     other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     with installed_session(mesh, config) as session, session.scope():
@@ -73,12 +76,13 @@ def test_an_exchange_that_nobody_waits_for_runs_beside_the_next_product(mesh: De
     """The product is launched behind the exchange and does not stand behind it."""
     values = torch.randn(16, 2048, 4096, device="cuda", dtype=torch.bfloat16)
     small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    with installed_session(mesh, EVERYTHING) as session, session.scope():
+    with installed_session(mesh, ASYNCHRONOUS) as session, session.scope():
         for is_async in (False, True, True):  # warm
             redistributed(values, mesh, CHANGES[0], is_async) + 0
             small @ small
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        torch.cuda._sleep(QUEUE_CYCLES)  # until the host has launched all of it
         events[0].record()
         pending = redistributed(values, mesh, CHANGES[0], True)
         small @ small
@@ -91,7 +95,7 @@ def test_an_exchange_that_nobody_waits_for_runs_beside_the_next_product(mesh: De
 
 def test_a_graph_may_hold_an_exchange_that_is_asked_for_without_waiting(mesh: DeviceMesh) -> None:  # noqa: F811
     values = torch.randn(4, 256, 1024, device="cuda", dtype=torch.bfloat16)
-    with installed_session(mesh, EVERYTHING) as session, session.scope():
+    with installed_session(mesh, ASYNCHRONOUS) as session, session.scope():
         expected = redistributed(values, mesh, CHANGES[0], False)
         redistributed(values, mesh, CHANGES[0], True) + 0
         torch.cuda.synchronize()

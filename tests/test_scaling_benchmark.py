@@ -147,6 +147,7 @@ def test_a_run_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert scaling.read(output) == outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_one_command_measures_exchanges_and_steps(tmp_path: Path) -> None:
     output = tmp_path / "scaling.json"
@@ -158,6 +159,7 @@ def test_one_command_measures_exchanges_and_steps(tmp_path: Path) -> None:
     assert [run["status"] for run in json.loads(output.read_text())["runs"]] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_ranks_end_with_a_run_that_is_cut(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"

@@ -25,6 +25,7 @@ def rows_at(data: int, pipeline: int, tensor: int, *more: str) -> dict[str, dict
     return {row["variant"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_eight_ranks_compress_every_axis() -> None:
     rows = rows_at(2, 2, 2)
     assert list(rows) == ["none", "all"]

@@ -60,7 +60,7 @@ class CompressionSession:
             have: so a suspended site is measured without harm to the run.
         break_even: what was measured of the group, by which ``min_bytes="auto"`` goes; the same on all ranks.
         hierarchy: of a group that spans hosts, for algorithms that were measured.
-        beside: where exchanges run that DTensor does not wait for.
+        beside: where exchanges run that are not waited for.
         memory: what the group's GPUs have mapped of each other; ``None`` to go over the process group.
         step: training steps begun; part of the seed of stochastic rounding.
         microbatch: of the step, which runs now; another part of it.
@@ -174,7 +174,7 @@ class CompressionSession:
             result = exchange.run(codec, self.group, seed, self.memory)
             return result if order is None else order.restore(result)
 
-        if exchange.is_async:
+        if exchange.is_async and self.config.asynchronous:
             return self.beside.start(run, exchange.tensor)
         self.beside.join()
         return run()
