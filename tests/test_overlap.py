@@ -1,6 +1,7 @@
 """Row-parallel layers in slices: the bits of torch's own where products are exact, and where slices cannot be."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_taco.config import CodecConfig, CompressionConfig
 from lightning_taco.dtensor.exchange import Exchange, SiteKey
 from lightning_taco.dtensor.outcomes import COMPRESSED
 from tests.models import installed_session, local, tensor_parallel_mesh
-from tests.ranks import run_threads
+from tests.ranks import run_forked, run_threads
 
 BATCH, LENGTH, WIDTH, OUTPUT = 2, 12, 64, 128
 INT8 = CodecConfig(element="int8")
@@ -181,6 +182,23 @@ def check_copies(mesh: Any, x: Tensor) -> bool:
         return bool((other(x) == 0).all())
 
 
+def check_compiled(mesh: Any, x: Tensor) -> bool:
+    """In a graph it is torch's, without a break."""
+    layer = Layer(OverlappedRowwiseParallel(), mesh, bias=False)
+    with installed_session(mesh, EVERYTHING, layer) as session, session.scope():
+        eager = layer(x)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    return torch.equal(eager, compiled)
+
+
+def compiled_rank(rank: int) -> bool:
+    return check_compiled(tensor_parallel_mesh(), inputs(rank, BATCH, LENGTH, WIDTH // 2))
+
+
+def test_a_compiled_layer_is_torch_s() -> None:
+    assert run_forked(2, compiled_rank) == [True, True]
+
+
 @cache
 def checks() -> list[dict[str, Any]]:
     return run_threads(RANKS, check_rank)
@@ -258,7 +276,7 @@ def check_asynchronous(rank: int) -> list[tuple[str, bool]]:
     def observer(exchange: Exchange, site: Any, codec: Any) -> None:
         seen.append((exchange.kind, exchange.is_async))
 
-    with installed_session(mesh, EVERYTHING, layer) as session:
+    with installed_session(mesh, replace(EVERYTHING, asynchronous=True), layer) as session:
         session.observers.append(observer)
         outcome(layer, session, inputs(rank, BATCH, LENGTH, WIDTH // 2))
         partial = DTensor.from_local(torch.ones(4, 64), mesh, (Replicate(),)).redistribute(placements=(Shard(0),))

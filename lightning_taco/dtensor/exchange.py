@@ -36,7 +36,7 @@ class Exchange:
     is_scalar_like: bool = False
     """Whether it is part of a vocabulary-parallel loss or of a norm, which are always exact."""
     is_async: bool = False
-    """Whether the result may still be on its way when it is handed back."""
+    """Whether the result is handed back while it is on its way."""
     algorithm: Algorithm | None = None
     """By which it goes when it is compressed; ``None``: by default."""
     ranks: Hierarchy | None = None

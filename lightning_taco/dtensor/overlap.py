@@ -82,7 +82,12 @@ def _forward(
     module: nn.Linear, stock: Callable[[Any], Any], mesh: DeviceMesh, layout: Placement, input: DTensor
 ) -> DTensor:
     """The layer's output, as `layout` says; partial sums where the exchange is left to whoever asks for it."""
-    if _compat.is_tracing() or input.placements != (Shard(input.dim() - 1),) or _is_left_alone():
+    if (
+        torch.compiler.is_compiling()
+        or _compat.is_tracing()
+        or input.placements != (Shard(input.dim() - 1),)
+        or _is_left_alone()
+    ):
         return stock(input)
     assert isinstance(module.weight, DTensor)
     local, weight = _autocast(input.to_local()), _autocast(module.weight.to_local())

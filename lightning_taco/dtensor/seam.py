@@ -16,6 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -120,9 +121,8 @@ class _FunctionalCollectives:
             tensor=tensor,
             op=reduceOp.lower(),
             is_scalar_like=_is_loss_or_norm(caller),
-            is_async=_is_async(caller),
         )
-        return _run(exchange, group, stock)
+        return _run(exchange, group, stock, caller)
 
     def _reduce_scatter(
         self, name: str, tensor: Tensor, reduceOp: str, scatter_dim: int, group: Any, tag: str = ""
@@ -137,16 +137,14 @@ class _FunctionalCollectives:
             op=reduceOp.lower(),
             dim=scatter_dim,
             is_scalar_like=_is_loss_or_norm(caller),
-            is_async=_is_async(caller),
         )
-        return _run(exchange, group, stock)
+        return _run(exchange, group, stock, caller)
 
     def _all_gather(self, name: str, tensor: Tensor, gather_dim: int, group: Any, tag: str = "") -> Tensor:
         stock = functools.partial(getattr(self._stock, name), tensor, gather_dim, group, tag)
         if not any_attached():
             return stock()
-        exchange = Exchange(kind="all_gather", tensor=tensor, dim=gather_dim, is_async=_is_async(sys._getframe(1)))
-        return _run(exchange, group, stock)
+        return _run(Exchange(kind="all_gather", tensor=tensor, dim=gather_dim), group, stock, sys._getframe(1))
 
     # torch up to 2.12, and from 2.13 on
     reduce_scatter_tensor = functools.partialmethod(_reduce_scatter, "reduce_scatter_tensor")
@@ -192,7 +190,7 @@ def _shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, mesh: An
     return _run(exchange, (mesh, mesh_dim), stock)
 
 
-def _run(exchange: Exchange, group: Any, stock: Callable[[], Tensor]) -> Tensor:
+def _run(exchange: Exchange, group: Any, stock: Callable[[], Tensor], caller: FrameType | None = None) -> Tensor:
     process_group = _compat.process_group(group) if any_attached() else None
     if process_group is None:
         return stock()
@@ -201,7 +199,11 @@ def _run(exchange: Exchange, group: Any, stock: Callable[[], Tensor]) -> Tensor:
         result = None if session is None else traced.trace_exchange(exchange, session)
         return stock() if result is None else result
     session = session_in_scope(process_group)
-    return stock() if session is None else session.exchange(exchange, stock)
+    if session is None:
+        return stock()
+    if session.config.asynchronous and _is_async(caller):
+        exchange = replace(exchange, is_async=True)
+    return session.exchange(exchange, stock)
 
 
 def _exact_full_tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -174,7 +174,7 @@ class CompressionSession:
             result = exchange.run(codec, self.group, seed, self.memory)
             return result if order is None else order.restore(result)
 
-        if exchange.is_async and self.config.asynchronous:
+        if exchange.is_async:
             return self.beside.start(run, exchange.tensor)
         self.beside.join()
         return run()
