@@ -28,7 +28,7 @@ from tests.models import installed_session, tensor_parallel_mesh
 from tests.ranks import run_forked
 
 SIZES = GPTConfig(num_layers=1, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=512)
-NUM_WARMUP_STEPS, NUM_STEPS, NUM_COMPARED_STEPS = 80, 70, 50
+NUM_WARMUP_STEPS, NUM_STEPS, NUM_COMPARED_STEPS = 60, 60, 50
 WARMUP_LR, LR = 2e-3, 3e-4  # branches at a rate at which the noise floor lies far below the bounds
 LARGEST_GAP = {"e4m3": 0.3e-2, "int8": 0.05e-2}
 
