@@ -69,6 +69,6 @@ def cuts(num_values: int, num_slices: int, codec: CodecConfig, *rows: Tensor | N
 def part(rows: Tensor, start: int, stop: int) -> Tensor:
     """Values `start` to `stop` of each row, a view; in rows of segments, of whole ones."""
     if rows.dim() == 2:
-        return rows[:, start:stop]
+        return rows if stop - start == rows.shape[1] else rows[:, start:stop]
     length = rows.shape[2]
     return rows[:, start // length : stop // length]

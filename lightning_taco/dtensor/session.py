@@ -158,7 +158,9 @@ class CompressionSession:
         self.record(exchange, site, codec if suspended is None else None, suspended or outcome)
         if codec is None:
             return stock()
-        exchange = replace(exchange, tensor=_compat.waited(exchange.tensor))
+        tensor = _compat.waited(exchange.tensor)
+        if tensor is not exchange.tensor:
+            exchange = replace(exchange, tensor=tensor)
         order = self._channel_order(exchange, site, codec)  # suspended ones too: it is calibrated in the first steps
         if suspended is not None and not self.trial_observers:
             return stock()
