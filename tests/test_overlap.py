@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_taco import OverlappedRowwiseParallel
 from lightning_taco.activations import store_in_few_bits
 from lightning_taco.config import CodecConfig, CompressionConfig
+from lightning_taco.dtensor import overlap
 from lightning_taco.dtensor.exchange import Exchange, SiteKey
 from lightning_taco.dtensor.outcomes import COMPRESSED
 from tests.models import installed_session, local, tensor_parallel_mesh
@@ -191,12 +192,19 @@ def check_compiled(mesh: Any, x: Tensor) -> bool:
     return torch.equal(eager, compiled)
 
 
-def compiled_rank(rank: int) -> bool:
-    return check_compiled(tensor_parallel_mesh(), inputs(rank, BATCH, LENGTH, WIDTH // 2))
+def check_one_slice(mesh: Any, x: Tensor) -> bool:
+    """Nothing is computed on the way to torch's layer."""
+    overlap._Sliced.of = overlap._autocast = None  # type: ignore[assignment,method-assign]
+    return bool(both(mesh, EVERYTHING, x, 1)["same"])
 
 
-def test_a_compiled_layer_is_torch_s() -> None:
-    assert run_forked(2, compiled_rank) == [True, True]
+def torch_s_rank(rank: int) -> tuple[bool, bool]:
+    mesh, x = tensor_parallel_mesh(), inputs(rank, BATCH, LENGTH, WIDTH // 2)
+    return check_compiled(mesh, x), check_one_slice(mesh, x)
+
+
+def test_a_layer_that_is_compiled_or_has_one_slice_is_torch_s() -> None:
+    assert run_forked(2, torch_s_rank) == [(True, True)] * 2
 
 
 @cache

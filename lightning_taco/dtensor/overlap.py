@@ -82,34 +82,33 @@ def _forward(
     module: nn.Linear, stock: Callable[[Any], Any], mesh: DeviceMesh, layout: Placement, input: DTensor
 ) -> DTensor:
     """The layer's output, as `layout` says; partial sums where the exchange is left to whoever asks for it."""
-    if (
-        torch.compiler.is_compiling()
-        or _compat.is_tracing()
-        or input.placements != (Shard(input.dim() - 1),)
-        or _is_left_alone()
-    ):
+    num_slices = getattr(module, NUM_SLICES)
+    # First of all, and by shapes only: where nothing is cut, nothing is cast or computed for it.
+    sliced = None if num_slices == 1 or _is_left_alone(input) else _Sliced.of(module, input, mesh, layout, num_slices)
+    if sliced is None:
         return stock(input)
     assert isinstance(module.weight, DTensor)
     local, weight = _autocast(input.to_local()), _autocast(module.weight.to_local())
     bias = _autocast(module.bias.to_local()) if isinstance(module.bias, DTensor) else None
-    sliced = _Sliced.of(local, weight, mesh, layout, getattr(module, NUM_SLICES))
-    if sliced is None:
-        return stock(input)
     output = _SlicedLinear.apply(local, weight, bias, sliced)
     shape = torch.Size((*input.shape[:-1], module.out_features))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(output, mesh, (layout,), run_check=False, shape=shape, stride=stride)
 
 
-def _is_left_alone() -> bool:
+def _is_left_alone(input: DTensor) -> bool:
+    if torch.compiler.is_compiling() or _compat.is_tracing() or input.placements != (Shard(input.dim() - 1),):
+        return True
     return any(getattr(mode, "keeps_inputs", False) for mode in _compat.function_modes())
 
 
 def _autocast(tensor: Tensor) -> Tensor:
+    return tensor.to(_computed_in(tensor))
+
+
+def _computed_in(tensor: Tensor) -> torch.dtype:
     device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type) or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -126,19 +125,21 @@ class _Sliced:
     num_slices: int
 
     @classmethod
-    def of(cls, local: Tensor, weight: Tensor, mesh: DeviceMesh, layout: Placement, num_slices: int) -> _Sliced | None:
+    def of(
+        cls, module: nn.Linear, input: DTensor, mesh: DeviceMesh, layout: Placement, num_slices: int
+    ) -> _Sliced | None:
         """``None`` where the product is to be exchanged as a whole, or as it is."""
-        session, dim = session_in_scope(mesh.get_group()), _token_dim(layout, local)
-        if session is None or dim is None or num_slices == 1 or local.numel() == 0:
+        session, local = session_in_scope(mesh.get_group()), input._local_tensor
+        dim = _token_dim(layout, local)
+        if session is None or dim is None or local.numel() == 0 or session.world_size == 1:
             return None
         kind: Kind = "all_reduce" if isinstance(layout, Replicate) else "reduce_scatter"
         if kind == "reduce_scatter" and local.shape[dim] % session.world_size:
             return None
-        whole = torch.empty(*local.shape[:-1], weight.shape[0], dtype=local.dtype, device="meta")
+        whole = torch.empty(*local.shape[:-1], module.out_features, dtype=_computed_in(local), device="meta")
         exchange, site = Exchange(kind=kind, tensor=whole, dim=dim), session.sites.current()
         codec, _ = session.choose(exchange, site)
-        is_whole = codec is None or codec.reshape == "calibrated" or session.world_size == 1
-        if codec is None or is_whole or session.suspended_outcome(kind, site) is not None:
+        if codec is None or codec.reshape == "calibrated" or session.suspended_outcome(kind, site) is not None:
             return None
         return cls(session, session.by_measurement(exchange, codec), site, codec, mesh, layout, num_slices)
 
