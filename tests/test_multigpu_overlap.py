@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 -m pytest tests/test_multigpu_overlap.py -m multigpu
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lightning_taco.config import CodecConfig, CompressionConfig
 from tests.models import installed_session
 from tests.test_codec_reference import assert_same_bits
 from tests.test_multigpu import mesh, nccl, pytestmark  # noqa: F401  fixtures, and when to run
+from tests.test_multigpu_paths import memory  # noqa: F401  another
 from tests.test_overlap import EVERYTHING, WIDTH, Layer, outcome, same
 
 NUM_STEPS = 100
@@ -37,26 +37,22 @@ def redistributed(values: Tensor, mesh: DeviceMesh, change: tuple[Placement, Pla
 
 
 @pytest.fixture(params=["process group", "mapped memory"])
-def memory(request: Any, nccl: None) -> Any:  # noqa: F811
-    if request.param == "process group":
-        yield None
-        return
-    assert dist.group.WORLD is not None
-    found, reason = PeerMemory.open(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
-    if found is None:
-        pytest.skip(f"the GPUs of this machine share no memory: {reason}")
-    yield found
-    found.close()
+def way(request: pytest.FixtureRequest) -> PeerMemory | None:
+    """Over what exchanges go: what the GPUs have mapped of each other, or ``None``."""
+    return request.getfixturevalue("memory") if request.param == "mapped memory" else None
 
 
-def test_results_on_their_way_have_the_bits_of_those_that_were_waited_for(mesh: DeviceMesh, memory: Any) -> None:  # noqa: F811
+def test_results_on_their_way_have_the_bits_of_those_that_were_waited_for(
+    mesh: DeviceMesh,  # noqa: F811
+    way: PeerMemory | None,
+) -> None:
     churn = random.Random(dist.get_rank())
     stochastic = CodecConfig(element="int4", rounding="stochastic")
     config = CompressionConfig(forward=stochastic, backward=stochastic, min_bytes=0, asynchronous=True)
     values = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16)
     other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     with installed_session(mesh, config) as session, session.scope():
-        session.memory = memory
+        session.memory = way
         expected = [redistributed(values, mesh, change, False) for change in CHANGES]
         num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(NUM_STEPS):
@@ -126,7 +122,7 @@ def test_a_graph_may_hold_sliced_products(mesh: DeviceMesh) -> None:  # noqa: F8
 @pytest.mark.parametrize("num_slices", [2, 4])
 def test_sliced_products_have_the_bits_of_one_exchange(
     mesh: DeviceMesh,  # noqa: F811
-    memory: Any,
+    way: PeerMemory | None,
     num_slices: int,
     layout: Placement,
 ) -> None:
@@ -140,6 +136,6 @@ def test_sliced_products_have_the_bits_of_one_exchange(
     ):
         layer = Layer(style, mesh, bias=False)
         with installed_session(mesh, EVERYTHING, layer) as session:
-            session.memory = memory
+            session.memory = way
             results += [outcome(layer, session, x) for _ in range(20)]
     assert all(same(found, results[0]) for found in results)
