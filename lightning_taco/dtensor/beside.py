@@ -27,7 +27,8 @@ class BesideCompute:
     def start(self, exchange: Callable[[], Tensor], tensor: Tensor) -> Tensor:
         """Run `exchange`, which reads `tensor`; what comes back waits, on its stream, when it is first used.
 
-        Cost: 0.2 ms of the host's time, most of it where torch unwraps the result. The memory of `tensor` is kept until the exchange is done.
+        Cost: 0.2 ms of the host's time, most of it where torch unwraps the result. The memory of `tensor` is kept until
+        the exchange is done.
         """
         device = tensor.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
