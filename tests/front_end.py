@@ -50,7 +50,7 @@ def main() -> None:
     lower(kernels_tah_quant.decode_kernel, IS_BF16=True, C=tile)
     lower(kernels_tah_quant.decode_kernel, IS_BF16=False, C=tile)
     for element in ("int7", "int3"):
-        packed = KernelConstants.of(CodecConfig(element=element, block_size=64), False)  # type: ignore[arg-type]
+        packed = KernelConstants.of(CodecConfig(element=element, block_size=64), False, False)  # type: ignore[arg-type]
         lower(kernels.encode_kernel, NUM_COPIES=1, SEGMENTED=False, C=packed)
         lower(kernels.decode_kernel, NUM_SOURCES=1, AVERAGE=False, SEGMENTED=False, C=packed)
     lower(kernels.encode_kernel, messages="*i64", NUM_COPIES=2, SEGMENTED=True, C=packed)

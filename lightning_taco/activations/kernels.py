@@ -3,30 +3,23 @@
 `activations.functions` has the oracle: decode, then torch's own operations. These differ from it by rounding, since
 they stay in fp32 between the steps.
 
-A program owns a tile of blocks, as in `codec.kernels`; where it holds two tensors a smaller one, since a thread that
-had a whole block of each would not have the registers for them.
+A program owns a tile of blocks, as in `codec.kernels`.
 
-Example: 300 values, block 128, tile 16: one program; blocks [0..127], [128..255], [256..299 and zeros].
+Example: 300 values, block 128: one program; blocks [0..127], [128..255], [256..299 and zeros].
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_taco.codec.constants import KernelConstants
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
-from lightning_taco.codec.kernels import load_blocks, store_message, store_values
-from lightning_taco.codec.kernels_numbers import hadamard, scaled
+from lightning_taco.codec.kernels_messages import load_blocks, store_message, store_values, to_fp32, value_mask
+from lightning_taco.codec.kernels_numbers import hadamard, rotated
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
-
-TILE = 16
 
 
 @triton.jit
@@ -75,7 +68,8 @@ def silu_times_backward_kernel(
     of_gate, of_up = (), ()
     for part in tl.static_range(PARTS):
         offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
-        gradient = tl.load(gradient_ptr + offsets, mask=offsets < num_values, other=0.0).to(tl.float32)
+        gradient = tl.load(gradient_ptr + offsets, mask=value_mask(offsets, num_values, C), other=0.0)
+        gradient = to_fp32(gradient, C)
         sigmoid = 1.0 / (1.0 + tl.exp(-gate[part]))
         slope = sigmoid * (1.0 + gate[part] * (1.0 - sigmoid))
         of_gate = of_gate + (gradient * up[part] * slope,)
@@ -95,13 +89,12 @@ def multiply_and_encode_kernel(
     parts = ()
     for part in tl.static_range(PARTS):
         offsets = blocks[:, None] * C.block_size + part * C.width + tl.arange(0, C.width)[None, :]
-        mask = offsets < num_values
-        up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        activated = tl.load(activated_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        mask = value_mask(offsets, num_values, C)
+        up = to_fp32(tl.load(up_ptr + offsets, mask=mask, other=0.0), C)
+        activated = to_fp32(tl.load(activated_ptr + offsets, mask=mask, other=0.0), C)
         tl.store(product_ptr + offsets, (activated * up).to(kind), mask=mask)
         parts = parts + (up,)
-    if C.is_rotated:
-        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+    parts = rotated(parts, kind, C)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     num_blocks = tl.cast(num_blocks, tl.int64)
     store_message(parts, alpha, 1.0, message_ptr, blocks, 0, num_blocks, seed_low, seed_high, C)
@@ -124,7 +117,7 @@ def multiply_and_encode_triton(
     product = torch.empty_like(up)
     num_values, num_blocks = _sizes(up.numel(), codec)
     if num_values:
-        constants = constants_of(codec, up.device)
+        constants = constants_of(codec, up.device, num_values)
         arguments = (activated, up, product, message, num_values, num_blocks, *seed_halves(seed))
         launch(multiply_and_encode_kernel, grid_of(num_values, constants, 1), arguments, (constants,))
     return product
@@ -144,7 +137,8 @@ def silu_times_triton(gate: Tensor, up: Tensor, codec: CodecConfig, shape: torch
     """
     product = gate.new_empty(shape, dtype=dtype)
     if product.numel():
-        constants, sizes = _small(constants_of(codec, gate.device)), _sizes(product.numel(), codec)
+        sizes = _sizes(product.numel(), codec)
+        constants = constants_of(codec, gate.device, sizes[0])
         launch(silu_times_kernel, grid_of(sizes[0], constants, 1), (gate, up, product, *sizes), (constants,))
     return product
 
@@ -166,16 +160,11 @@ def silu_times_backward_triton(gate: Tensor, up: Tensor, codec: CodecConfig, gra
     gradient = gradient.contiguous()
     of_gate, of_up = torch.empty_like(gradient), torch.empty_like(gradient)
     if gradient.numel():
-        constants, sizes = _small(constants_of(codec, gate.device)), _sizes(gradient.numel(), codec)
+        sizes = _sizes(gradient.numel(), codec)
+        constants = constants_of(codec, gate.device, sizes[0])
         arguments = (gate, up, gradient, of_gate, of_up, *sizes)
         launch(silu_times_backward_kernel, grid_of(sizes[0], constants, 1), arguments, (constants,))
     return of_gate, of_up
-
-
-@cache
-def _small(constants: KernelConstants) -> KernelConstants:
-    """The same with a smaller tile; one object for each, as kernels are looked up by it."""
-    return replace(constants, tile=TILE)
 
 
 def _sizes(num_values: int, codec: CodecConfig) -> tuple[int, int]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, FP8_ELEMENTS, gaussian_half, gaussian_top
-from lightning_taco.codec.layout import alpha_bytes
-from lightning_taco.config import BITS_PER_CODE, CodecConfig
+from lightning_taco.codec.elements import CODE_MAX, FLOAT_FORMATS, FP8_ELEMENTS, NF4_LEVELS, gaussian_half, gaussian_top
+from lightning_taco.codec.layout import alpha_bytes, plane_bits
+from lightning_taco.config import BITS_PER_CODE, SUB_BLOCK_SIZE, CodecConfig
 
-THREADS_PER_PROGRAM = 64
-MAX_PARTS = 16
-MIN_PARTS = 8
-"""An eighth of a block is the smallest part that a byte of a plane can hold a bit of."""
+THREADS_PER_PROGRAM = 128
+LANE_VALUES = 8
+"""Neighbouring values that one thread reads at once: 16 bytes of bf16."""
+LANES = 4
+"""Threads that share a block, where its codes let them: so a warp reads and writes whole sectors of memory."""
+MAX_VALUES_PER_THREAD = 64
+MAX_WIDTH = 256
+"""Of a part: what one warp reads at once."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -30,6 +34,8 @@ class KernelConstants:
     is_gaussian: bool
     gaussian_half: float
     gaussian_top: float
+    is_nvidia: bool
+    """Whether instructions of NVIDIA's are used."""
     is_native_fp8: bool
     """Whether the device's own conversions to and from FP8 are used."""
     is_stochastic: bool
@@ -41,20 +47,25 @@ class KernelConstants:
     alpha_bytes: int
     """Bytes that a block has behind its scale."""
     block_size: int
+    log2_block_size: int
     parts: int
     """Tensors that a tile is held in: tensor j has values j * width to (j + 1) * width of each block."""
     log2_parts: int
     width: int
     log2_width: int
+    lane_values: int
+    """Neighbouring values of a part that one thread has."""
     tile: int
     """Blocks of one program."""
+    is_whole: bool = False
+    """Whether every program has as many blocks, all of them whole."""
 
     @staticmethod
     @cache
-    def of(codec: CodecConfig, is_native_fp8: bool) -> KernelConstants:
+    def of(codec: CodecConfig, is_nvidia: bool, is_native_fp8: bool, max_width: int = MAX_WIDTH) -> KernelConstants:
         """The constants of `codec`, whose element is resolved."""
-        parts = max(MIN_PARTS, min(MAX_PARTS, codec.block_size // MIN_PARTS))
-        width = codec.block_size // parts
+        width = min(_width(codec), max_width)
+        lanes, parts = max(1, width // LANE_VALUES), codec.block_size // width
         bits, form = BITS_PER_CODE[codec.element], FLOAT_FORMATS.get(codec.element)
         return KernelConstants(
             element=codec.element,
@@ -66,6 +77,7 @@ class KernelConstants:
             is_gaussian=codec.levels == "gaussian",
             gaussian_half=float(gaussian_half(bits)),
             gaussian_top=gaussian_top(bits),
+            is_nvidia=is_nvidia,
             is_native_fp8=is_native_fp8 and codec.element in FP8_ELEMENTS,
             is_stochastic=codec.rounding == "stochastic",
             is_rotated=codec.rotation,
@@ -74,18 +86,46 @@ class KernelConstants:
             code_bytes=codec.block_size * bits // 8,
             alpha_bytes=alpha_bytes(codec),
             block_size=codec.block_size,
+            log2_block_size=codec.block_size.bit_length() - 1,
             parts=parts,
             log2_parts=parts.bit_length() - 1,
             width=width,
             log2_width=width.bit_length() - 1,
-            tile=min(THREADS_PER_PROGRAM, THREADS_PER_PROGRAM * _max_values_per_thread(codec) // codec.block_size),
+            lane_values=min(width, LANE_VALUES),
+            tile=THREADS_PER_PROGRAM // lanes,
         )
+
+    def for_values(self, num_values: int) -> KernelConstants:
+        """The same for rows of `num_values`, which need no masks if tiles divide them."""
+        return self._whole() if num_values % (self.tile * self.block_size) == 0 else self
+
+    @cache  # noqa: B019  one object for each, as for `of`
+    def _whole(self) -> KernelConstants:
+        return replace(self, is_whole=True)
+
+    @property
+    def zero_word(self) -> int:
+        """Four codes of zero."""
+        return 0x01010101 * NF4_LEVELS.index(0.0) if self.element == "nf4" else 0
+
+    @property
+    def halvings(self) -> tuple[int, ...]:
+        """The shape of a part with an axis for each bit of a value's place in it."""
+        return self.tile, *(2,) * self.log2_width
 
     def __repr__(self) -> str:
         """All fields, in letters that a symbol of a compiled kernel may have."""
         return "_".join(str(value).replace(".", "p") for value in vars(self).values())
 
 
-def _max_values_per_thread(codec: CodecConfig) -> int:
-    """What fits into the registers of one thread, beside what the mode works with."""
-    return 64 if codec.scale_mode == "fine" else 128
+def _width(codec: CodecConfig) -> int:
+    """Of a part: as many threads share a block as `LANES` or the registers ask for, and the codes and scales allow."""
+    lanes = max(LANES, codec.block_size // MAX_VALUES_PER_THREAD)
+    width = min(lanes * LANE_VALUES, codec.block_size // _min_parts(codec))
+    return min(width, SUB_BLOCK_SIZE) if codec.scale_mode == "fine" else width
+
+
+def _min_parts(codec: CodecConfig) -> int:
+    """Values that share a byte of a plane, or the bits of a random number, are the same place of different parts."""
+    narrowest = min(width for _, width in plane_bits(BITS_PER_CODE[codec.element]))
+    return max(8 // narrowest, 2 if codec.rounding == "stochastic" else 1)

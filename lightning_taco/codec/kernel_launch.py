@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.codec.constants import THREADS_PER_PROGRAM, KernelConstants
+from lightning_taco.codec.constants import MAX_WIDTH, THREADS_PER_PROGRAM, KernelConstants
 from lightning_taco.config import CodecConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -65,10 +65,23 @@ def seed_halves(seed: int) -> tuple[int, int]:
     return seed & 0x7FFFFFFF, seed >> 31
 
 
-def constants_of(codec: CodecConfig, device: torch.device) -> KernelConstants:
-    """What kernels of `codec` are compiled for on `device`."""
-    native_fp8 = device.type == "cuda" and not INTERPRETED and _compat.supports_fp8(device)
-    return KernelConstants.of(codec, native_fp8)
+def constants_of(codec: CodecConfig, device: torch.device, num_values: int) -> KernelConstants:
+    """What kernels of `codec` are compiled for on `device`, for rows of `num_values`."""
+    return _constants_of(codec, device).for_values(num_values)
+
+
+def constants_of_both(
+    codec: CodecConfig, other: CodecConfig, device: torch.device, num_values: int
+) -> tuple[KernelConstants, KernelConstants]:
+    """The same of two codecs of one block size, whose tiles are held alike."""
+    width = min(_constants_of(codec, device).width, _constants_of(other, device).width)
+    first, second = _constants_of(codec, device, width), _constants_of(other, device, width)
+    return first.for_values(num_values), second.for_values(num_values)
+
+
+def _constants_of(codec: CodecConfig, device: torch.device, max_width: int = MAX_WIDTH) -> KernelConstants:
+    is_nvidia = device.type == "cuda" and not INTERPRETED and torch.version.hip is None
+    return KernelConstants.of(codec, is_nvidia, is_nvidia and _compat.supports_fp8(device), max_width)
 
 
 def _specialization(argument: Tensor | int | float) -> Any:

@@ -18,8 +18,11 @@ from lightning_taco.codec.elements import (
     NF4_MIDPOINTS,
     PLACE_FACTOR,
 )
+from lightning_taco.codec.kernels_native import e4m3_word_to_floats, floats_to_e4m3_word, floats_to_e5m2_word
+from lightning_taco.codec.kernels_planes import by_fours, from_fours, packed, top_bits, unpacked
 
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
+_SIGN_MASK = tl.constexpr(-(1 << 31))
 _INF_BITS = tl.constexpr(0x7F800000)
 # Adding 1.5 * 2^23 rounds a small fp32 to an integer, ties to even, and leaves it in the low bits.
 _ROUND_MAGIC = tl.constexpr(12582912.0)
@@ -35,19 +38,35 @@ _INVERSE_0, _INVERSE_1, _INVERSE_2, _INVERSE_3 = (tl.constexpr(factor) for facto
 
 
 @triton.jit
-def _butterfly(values, DISTANCE: tl.constexpr, C: tl.constexpr):
-    """[tile, width] -> sums and differences of the values that lie DISTANCE apart, each in its place."""
+def _butterfly(values, DISTANCE: tl.constexpr, C: tl.constexpr, FACTOR: tl.constexpr):
+    """[tile, width] -> FACTOR times sums and differences of the values that lie DISTANCE apart, each in its place."""
     pairs = tl.reshape(values, (C.tile, C.width // (2 * DISTANCE), 2, DISTANCE))
-    left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    pairs = tl.permute(tl.join(left + right, left - right), (0, 1, 3, 2))
+    if C.lane_values > DISTANCE:
+        left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        if FACTOR == 1.0:
+            total, difference = left + right, left - right
+        else:
+            right = right * FACTOR
+            factor = tl.full(left.shape, FACTOR, tl.float32)
+            total, difference = tl.fma(left, factor, right), tl.fma(left, factor, -right)
+        pairs = tl.permute(tl.join(total, difference), (0, 1, 3, 2))
+    else:
+        # The other value of a pair is with another thread. Its bits are the sum of both less one's own: the compiler
+        # makes one exchange between two lanes of that, where parting and joining would go through shared memory.
+        bits = pairs.to(tl.int32, bitcast=True)
+        other = (tl.sum(bits, axis=2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, None, :, None]
+        pairs = tl.fma(pairs, tl.broadcast_to(sign, pairs.shape), other)
     return tl.reshape(pairs, (C.tile, C.width))
 
 
 @triton.jit
-def hadamard(parts, C: tl.constexpr):
-    """Parts of [tile, width] -> the same times the unnormalised Hadamard matrix: adjacent pairs first.
+def hadamard(parts, C: tl.constexpr, FACTOR: tl.constexpr = 1.0):
+    """Parts of [tile, width] times FACTOR -> the same times the unnormalised Hadamard matrix: adjacent pairs first.
 
-    Pairs within a part lie in one thread, and so do those of two parts: nothing crosses threads up to block 128.
+    FACTOR is a power of two, and times it each value is still exact: then one product is saved for every two values.
+
+    Pairs of values that one thread reads at once lie in it, and so do those of two parts.
     """
     PARTS: tl.constexpr = C.parts
     LOG2_PARTS: tl.constexpr = C.log2_parts
@@ -56,7 +75,7 @@ def hadamard(parts, C: tl.constexpr):
     for part in tl.static_range(PARTS):
         values = parts[part]
         for stage in tl.static_range(LOG2_WIDTH):
-            values = _butterfly(values, 1 << stage, C)
+            values = _butterfly(values, 1 << stage, C, FACTOR if stage == 0 else 1.0)
         inner = inner + (values,)
     for stage in tl.static_range(LOG2_PARTS):
         outer = ()
@@ -67,6 +86,18 @@ def hadamard(parts, C: tl.constexpr):
                 outer = outer + (inner[part] + inner[part ^ (1 << stage)],)
         inner = outer
     return inner
+
+
+@triton.jit
+def rotated(parts, kind: tl.constexpr, C: tl.constexpr):
+    """Parts of values that came as `kind` -> the same in the domain that is quantised."""
+    if C.is_rotated:
+        if kind == tl.float32:
+            parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+        else:
+            # Of 8 or 11 significant bits: exact, however small.
+            parts = hadamard(parts, C, 1.0 / C.block_size)
+    return parts
 
 
 @triton.jit
@@ -91,16 +122,15 @@ def added(parts, others, C: tl.constexpr):
 
 @triton.jit
 def sum_of_squares(parts, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
-    """[tile, 1]: the squares of COUNT parts from FIRST on, neighbours added first."""
+    """The squares of COUNT parts from FIRST on, neighbours added first: one value of each block, to be `spread`."""
     LOG2_PARTS: tl.constexpr = C.log2_parts
     LOG2_WIDTH: tl.constexpr = C.log2_width
     sums = ()
     for part in tl.static_range(FIRST, FIRST + COUNT):
-        values = parts[part] * parts[part]
+        values = tl.reshape(parts[part] * parts[part], C.halvings)
         for stage in tl.static_range(LOG2_WIDTH):
-            left, right = tl.split(tl.reshape(values, (C.tile, C.width >> (stage + 1), 2)))
-            values = left + right
-        sums = sums + (tl.reshape(values, (C.tile, 1)),)
+            values = tl.sum(values, axis=LOG2_WIDTH - stage, keep_dims=True)
+        sums = sums + (values,)
     for stage in tl.static_range(LOG2_PARTS):
         pairs = ()
         for pair in tl.static_range(COUNT >> (stage + 1)):
@@ -108,6 +138,15 @@ def sum_of_squares(parts, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.conste
         if (COUNT >> (stage + 1)) > 0:
             sums = pairs
     return sums[0]
+
+
+@triton.jit
+def spread(value, C: tl.constexpr):
+    """What there is one of for each block, as `sum_of_squares` gives it -> [tile, width], where a part's values are.
+
+    Threads keep what they have; broadcasting a [tile, 1] instead lets the compiler move all parts to where that lies.
+    """
+    return tl.reshape(tl.broadcast_to(value, C.halvings), (C.tile, C.width))
 
 
 @triton.jit
@@ -120,21 +159,21 @@ def _mix(bits):
 
 
 @triton.jit
-def random_parts(blocks, seed_low, seed_high, C: tl.constexpr):
-    """16 random bits for each value, parts of int32 [tile, width]: a function of position and seed only.
-
-    Two values half a block apart share the 32 bits of one hash.
-    """
-    PARTS: tl.constexpr = C.parts
+def random_key(blocks, seed_low, seed_high):
+    """What the random numbers of each block are made of, uint32 [tile]."""
     low, high = (blocks & 0xFFFFFFFF).to(tl.uint32), (blocks >> 32).to(tl.uint32)
-    key = _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
-    lower, upper = (), ()
-    for part in tl.static_range(PARTS // 2):
-        places = (part * C.width + tl.arange(0, C.width)).to(tl.uint32) * _PLACE_FACTOR
-        bits = _mix(key[:, None] + places[None, :])
-        lower = lower + ((bits & 0xFFFF).to(tl.int32),)
-        upper = upper + ((bits >> 16).to(tl.int32),)
-    return lower + upper
+    return _mix(_mix(low ^ tl.cast(seed_low, tl.uint32)) + high + tl.cast(seed_high, tl.uint32))
+
+
+@triton.jit
+def random_pair(key, PART: tl.constexpr, C: tl.constexpr):
+    """16 random bits for each value of PART and of the part half a block behind it, int32 [tile, width] each.
+
+    A function of position and seed only: two values half a block apart share the 32 bits of one hash.
+    """
+    places = (PART * C.width + tl.arange(0, C.width)).to(tl.uint32) * _PLACE_FACTOR
+    bits = _mix(key[:, None] + places[None, :])
+    return (bits & 0xFFFF).to(tl.int32), (bits >> 16).to(tl.int32)
 
 
 @triton.jit
@@ -147,6 +186,19 @@ def uniform_numbers(noise):
 def round_to_integer(values):
     """Small fp32 -> int32, ties to even."""
     return (values + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+
+
+@triton.jit
+def _low_bits_of_integer(values):
+    """Small fp32 -> int32 whose low bits are those of the nearest integer, ties to even; the high ones say nothing."""
+    return (values + _ROUND_MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _low_bits_within(values, LOWEST: tl.constexpr, HIGHEST: tl.constexpr):
+    """The same, of the nearest integer from LOWEST to HIGHEST."""
+    rounded = values + _ROUND_MAGIC
+    return tl.minimum(tl.maximum(rounded, _ROUND_MAGIC + LOWEST), _ROUND_MAGIC + HIGHEST).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -247,7 +299,9 @@ def _nf4_code(quantized, noise, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _gaussian_level(code, HALF: tl.constexpr):
     """Integer codes as fp32 -> their levels, exactly."""
-    return code * (code * code * (_EDGE / (HALF * HALF)) + _CENTRE)
+    square = code * code
+    edge = tl.full(code.shape, _EDGE / (HALF * HALF), tl.float32)
+    return code * tl.fma(square, edge, tl.full(code.shape, _CENTRE, tl.float32))
 
 
 @triton.jit
@@ -257,15 +311,16 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
     inverse = _INVERSE_0 + place * (_INVERSE_1 + place * (_INVERSE_2 + place * _INVERSE_3))
     position = quantized * inverse
     if STOCHASTIC:
-        below = tl.floor(position)
-        below = below - tl.where(_gaussian_level(below, HALF) > quantized, 1.0, 0.0)
-        below = below + tl.where(_gaussian_level(below + 1.0, HALF) <= quantized, 1.0, 0.0)
-        below = tl.minimum(tl.maximum(below, -HALF), HALF - 2)
-        level = _gaussian_level(below, HALF)
-        step = _gaussian_level(below + 1.0, HALF) - level
-        code = below.to(tl.int32) + (uniform_numbers(noise) * step < quantized - level).to(tl.int32)
+        nearest = tl.floor(position + 0.5)
+        level = _gaussian_level(nearest, HALF)
+        rest = quantized - level
+        direction = ((rest.to(tl.int32, bitcast=True) & _SIGN_MASK) | _ONE_BITS).to(tl.float32, bitcast=True)
+        towards = nearest + direction
+        step = _gaussian_level(towards, HALF) - level
+        moves = uniform_numbers(noise) * tl.abs(step) < tl.abs(rest)
+        code = _low_bits_within(tl.where(moves, towards, nearest), -HALF, HALF - 1)
     else:
-        code = tl.minimum(tl.maximum(round_to_integer(position), -HALF), HALF - 1)
+        code = _low_bits_within(position, -HALF, HALF - 1)
     return code
 
 
@@ -278,10 +333,9 @@ def to_code(quantized, noise, C: tl.constexpr):
         if C.is_gaussian:
             code = _gaussian_code(quantized, noise, 1 << (C.bits - 1), C.is_stochastic)
         elif C.is_stochastic:
-            code = round_to_integer(quantized + (uniform_numbers(noise) - 0.5))
-            code = tl.minimum(tl.maximum(code, -C.largest), C.largest)
+            code = _low_bits_within(quantized + (uniform_numbers(noise) - 0.5), -C.largest, C.largest)
         else:
-            code = round_to_integer(quantized)
+            code = _low_bits_of_integer(quantized)
     elif C.is_native_fp8 and not C.is_stochastic:
         if C.element == "e4m3":
             code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -293,22 +347,56 @@ def to_code(quantized, noise, C: tl.constexpr):
 
 
 @triton.jit
+def _integer_value(bits, C: tl.constexpr):
+    """Codes with their highest bit flipped, as the last bits of 2^23 + code -> fp32."""
+    # A conversion from integers runs at a fraction of the speed.
+    HALF: tl.constexpr = 1 << (C.bits - 1)
+    value = bits.to(tl.float32, bitcast=True) - (_TWO_POW_23 + HALF)
+    if C.is_gaussian:
+        value = _gaussian_level(value, HALF)
+    return value
+
+
+@triton.jit
 def from_code(code, C: tl.constexpr):
     """One code a value, uint8, or int32 with no other bits set -> fp32."""
     if C.element == "nf4":
         value = _nf4_value(code)
     elif C.mantissa == 0:
-        # As the last bits of 2^23 + code: a conversion from integers runs at a fraction of the speed.
-        HALF: tl.constexpr = 1 << (C.bits - 1)
-        bits = (code.to(tl.int32) ^ HALF) | _TWO_POW_23_BITS
-        value = bits.to(tl.float32, bitcast=True) - (_TWO_POW_23 + HALF)
-        if C.is_gaussian:
-            value = _gaussian_level(value, HALF)
+        value = _integer_value(code.to(tl.int32) ^ (_TWO_POW_23_BITS + (1 << (C.bits - 1))), C)
     elif C.is_native_fp8:
+        byte = code.to(tl.uint8)
         if C.element == "e4m3":
-            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            value = code.to(tl.float8e5, bitcast=True).to(tl.float32)
+            value = byte.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         value = _float_value(code, C.mantissa, C.bias, C.bits)
+    return value
+
+
+@triton.jit
+def to_words(quantized, noise, C: tl.constexpr):
+    """fp32 [tile, width] within the element's range -> codes by fours, int32 [tile, width / 4]."""
+    if C.is_nvidia and C.is_native_fp8 and not C.is_stochastic:
+        first, second, third, fourth = by_fours(quantized, C)
+        if C.element == "e4m3":
+            words = floats_to_e4m3_word(first, second, third, fourth)
+        else:
+            words = floats_to_e5m2_word(first, second, third, fourth)
+    else:
+        words = packed(to_code(quantized, noise, C).to(tl.int32), C)
+    return words
+
+
+@triton.jit
+def from_words(words, C: tl.constexpr):
+    """Codes by fours, int32 [tile, width / 4] -> fp32 [tile, width]."""
+    if C.mantissa == 0 and C.element != "nf4":
+        value = _integer_value(unpacked(words ^ top_bits(C.bits), _TWO_POW_23_BITS, C), C)
+    elif C.is_nvidia and C.is_native_fp8 and C.element == "e4m3":
+        first, second, third, fourth = e4m3_word_to_floats(words)
+        value = from_fours(first, second, third, fourth, C)
+    else:
+        value = from_code(unpacked(words, 0, C), C)
     return value

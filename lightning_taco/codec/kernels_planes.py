@@ -9,6 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_taco.codec.kernels_native import bytes_to_word, word_to_bytes
+
+SECTOR_BYTES = 32
+"""What memory reads and writes at once."""
+
 
 @triton.constexpr_function
 def _log2(number):
@@ -17,7 +22,7 @@ def _log2(number):
 
 @triton.jit
 def joined(parts, NUM_PARTS: tl.constexpr, C: tl.constexpr):
-    """Parts of [tile, width] side by side, as one tensor [tile, NUM_PARTS * width].
+    """Parts of [tile, n] side by side, as one tensor [tile, NUM_PARTS * n].
 
     Each thread has whole rows of it until it is stored: one exchange through shared memory, in the dtype of the result,
     lets neighbouring threads write neighbouring bytes. Parts stored one by one would write half a memory sector each.
@@ -28,32 +33,92 @@ def joined(parts, NUM_PARTS: tl.constexpr, C: tl.constexpr):
         pairs = ()
         for pair in tl.static_range(NUM_PARTS >> (stage + 1)):
             both = tl.permute(tl.join(pieces[2 * pair], pieces[2 * pair + 1]), (0, 2, 1))
-            pairs = pairs + (tl.reshape(both, (C.tile, 2 * C.width << stage)),)
+            pairs = pairs + (tl.reshape(both, (C.tile, 2 * pieces[0].shape[1])),)
         pieces = pairs
     return pieces[0]
 
 
-@triton.jit
-def _store_pieces(plane, pieces, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
-    """Write pieces of uint8 [tile, width], one after the other for each block."""
-    offsets = blocks[:, None] * (NUM_PIECES * C.width) + tl.arange(0, NUM_PIECES * C.width)[None, :]
-    tl.store(plane + offsets, joined(pieces, NUM_PIECES, C), mask=valid[:, None])
+@triton.constexpr_function
+def is_narrow(num_pieces, width, num_bits):
+    """Whether one piece of so many values does not fill a sector of memory, whose rest is the next piece's."""
+    return num_pieces > 1 and width * num_bits < 8 * SECTOR_BYTES
 
 
 @triton.jit
-def _load_pieces(plane, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
-    """Read pieces of uint8 [tile, width], one after the other for each block; two at a time, for wider reads."""
-    row = plane + blocks[:, None] * (NUM_PIECES * C.width)
-    pieces = ()
-    if NUM_PIECES == 1:
-        pieces = (tl.load(row + tl.arange(0, C.width)[None, :], mask=valid[:, None], other=0),)
+def by_fours(values, C: tl.constexpr):
+    """[tile, width] -> its first, second, third and fourth of each four neighbours, [tile, width / 4] each."""
+    even, odd = tl.split(tl.reshape(values, (C.tile, C.width // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def from_fours(first, second, third, fourth, C: tl.constexpr):
+    """The inverse of `by_fours`."""
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (C.tile, C.width))
+
+
+@triton.jit
+def packed(codes, C: tl.constexpr):
+    """The low bytes of codes, int32 [tile, width], four neighbours to a word: int32 [tile, width / 4]."""
+    first, second, third, fourth = by_fours(codes, C)
+    if C.is_nvidia:
+        words = bytes_to_word(first, second, third, fourth)
     else:
+        words = (first & 255) | ((second & 255) << 8) | ((third & 255) << 16) | (fourth << 24)
+    return words
+
+
+@triton.jit
+def unpacked(words, ABOVE: tl.constexpr, C: tl.constexpr):
+    """The bytes of words, int32 [tile, width / 4] -> int32 [tile, width], each with the three higher bytes of ABOVE."""
+    if C.is_nvidia:
+        first, second, third, fourth = word_to_bytes(words, ABOVE)
+    else:
+        first, second = (words & 255) | ABOVE, ((words >> 8) & 255) | ABOVE
+        third, fourth = ((words >> 16) & 255) | ABOVE, ((words >> 24) & 255) | ABOVE
+    return from_fours(first, second, third, fourth, C)
+
+
+@triton.jit
+def packed_mask(is_kept, C: tl.constexpr):
+    """Whether is_kept [tile] holds, where `packed` codes of each block are, [tile, width / 4]."""
+    first, _, _, _ = by_fours(tl.broadcast_to(tl.where(is_kept, 1, 0)[:, None], (C.tile, C.width)), C)
+    return first != 0
+
+
+@triton.jit
+def _store_words(plane, words, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
+    """Write pieces of int32 [tile, width / 4], one after the other for each block."""
+    WORDS: tl.constexpr = C.width // 4
+    row = plane.to(tl.pointer_type(tl.int32)) + blocks[:, None] * (NUM_PIECES * WORDS)
+    if is_narrow(NUM_PIECES, C.width, 8):
+        whole = tl.arange(0, NUM_PIECES * WORDS)[None, :]
+        tl.store(row + whole, joined(words, NUM_PIECES, C), mask=valid[:, None])
+    else:
+        for piece in tl.static_range(NUM_PIECES):
+            tl.store(row + piece * WORDS + tl.arange(0, WORDS)[None, :], words[piece], mask=valid[:, None])
+
+
+@triton.jit
+def _load_words(plane, blocks, valid, NUM_PIECES: tl.constexpr, C: tl.constexpr):
+    """Read pieces of int32 [tile, width / 4], one after the other for each block."""
+    WORDS: tl.constexpr = C.width // 4
+    row = plane.to(tl.pointer_type(tl.int32)) + blocks[:, None] * (NUM_PIECES * WORDS)
+    words = ()
+    if NUM_PIECES > 1 and C.width <= C.lane_values:
+        # Two at a time, for wider reads of a thread that has all of a block.
         for pair in tl.static_range(NUM_PIECES // 2):
-            offsets = 2 * pair * C.width + tl.arange(0, 2 * C.width)[None, :]
+            offsets = 2 * pair * WORDS + tl.arange(0, 2 * WORDS)[None, :]
             both = tl.load(row + offsets, mask=valid[:, None], other=0)
-            first, second = tl.split(tl.permute(tl.reshape(both, (C.tile, 2, C.width)), (0, 2, 1)))
-            pieces = pieces + (first, second)
-    return pieces
+            first, second = tl.split(tl.permute(tl.reshape(both, (C.tile, 2, WORDS)), (0, 2, 1)))
+            words = words + (first, second)
+    else:
+        for piece in tl.static_range(NUM_PIECES):
+            offsets = piece * WORDS + tl.arange(0, WORDS)[None, :]
+            words = words + (tl.load(row + offsets, mask=valid[:, None], other=0),)
+    return words
 
 
 @triton.constexpr_function
@@ -62,37 +127,50 @@ def _shift(group):
     return ((group & 1) << 2) | (group & 2) | ((group >> 2) & 1)
 
 
+@triton.constexpr_function
+def _in_each_byte(width):
+    """The lowest `width` bits of each byte of a word, as int32 has them."""
+    mask = 0x01010101 * ((1 << width) - 1)
+    return mask - (1 << 32) if mask >> 31 else mask
+
+
+@triton.constexpr_function
+def top_bits(num_bits):
+    """The highest of `num_bits` bits in each byte of a word, as int32 has them."""
+    mask = 0x01010101 << (num_bits - 1)
+    return mask - (1 << 32) if mask >> 31 else mask
+
+
 @triton.jit
-def store_plane(plane, codes, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+def store_plane(plane, words, blocks, valid, FIRST_BIT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Write WIDTH bits, from FIRST_BIT up, of each code."""
     NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
+    MASK: tl.constexpr = _in_each_byte(WIDTH)
     pieces = ()
     for piece in tl.static_range(NUM_PIECES):
-        packed = (codes[piece] >> FIRST_BIT) & ((1 << WIDTH) - 1)
+        bits = (words[piece] >> FIRST_BIT) & MASK
         for group in tl.static_range(1, 8 // WIDTH):
-            bits = (codes[piece + group * NUM_PIECES] >> FIRST_BIT) & ((1 << WIDTH) - 1)
-            packed = packed | (bits << _shift(group))
-        pieces = pieces + (packed.to(tl.uint8),)
-    _store_pieces(plane, pieces, blocks, valid, NUM_PIECES, C)
+            bits = bits | (((words[piece + group * NUM_PIECES] >> FIRST_BIT) & MASK) << _shift(group))
+        pieces = pieces + (bits,)
+    _store_words(plane, pieces, blocks, valid, NUM_PIECES, C)
 
 
 @triton.jit
 def load_plane(plane, blocks, valid, WIDTH: tl.constexpr, C: tl.constexpr):
-    """WIDTH bits of each code, as parts of int32 [tile, width]."""
+    """WIDTH bits of each code, as parts of words, int32 [tile, width / 4]."""
     PARTS: tl.constexpr = C.parts
     NUM_PIECES: tl.constexpr = C.parts * WIDTH // 8
-    pieces = _load_pieces(plane, blocks, valid, NUM_PIECES, C)
+    pieces = _load_words(plane, blocks, valid, NUM_PIECES, C)
     parts = ()
     for part in tl.static_range(PARTS):
-        bits = pieces[part % NUM_PIECES].to(tl.int32) >> _shift(part // NUM_PIECES)
-        parts = parts + (bits & ((1 << WIDTH) - 1),)
+        parts = parts + ((pieces[part % NUM_PIECES] >> _shift(part // NUM_PIECES)) & _in_each_byte(WIDTH),)
     return parts
 
 
 @triton.constexpr_function
 def _widths(bits):
     """The bits of each plane of codes of so many bits, the lowest plane first, as `codec.layout.plane_bits` says."""
-    return tuple(width for width in (4, 2, 1) if bits & width)
+    return tuple(width for width in (8, 4, 2, 1) if bits & width)
 
 
 @triton.constexpr_function
@@ -109,7 +187,7 @@ def _plane(message, num_blocks, WIDTH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def with_higher_bits(codes, higher, FIRST_BIT: tl.constexpr, C: tl.constexpr):
-    """Each part of int32 [tile, width] with those of `higher` from FIRST_BIT up."""
+    """Each part of words with those of `higher` from FIRST_BIT up of each byte."""
     PARTS: tl.constexpr = C.parts
     both = ()
     for part in tl.static_range(PARTS):
@@ -118,31 +196,21 @@ def with_higher_bits(codes, higher, FIRST_BIT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(message, codes, blocks, valid, num_blocks, C: tl.constexpr):
-    """Write one code a value, parts of uint8 or int32 [tile, width], packed."""
-    if C.bits == 8:
-        PARTS: tl.constexpr = C.parts
-        pieces = ()
-        for part in tl.static_range(PARTS):
-            pieces = pieces + (codes[part].to(tl.uint8),)
-        _store_pieces(message, pieces, blocks, valid, C.parts, C)
-    else:
-        WIDTHS: tl.constexpr = _widths(C.bits)
-        for index in tl.static_range(len(WIDTHS)):
-            plane = _plane(message, num_blocks, WIDTHS[index], C)
-            store_plane(plane, codes, blocks, valid, _first_bit(C.bits, WIDTHS[index]), WIDTHS[index], C)
+def store_codes(message, words, blocks, valid, num_blocks, C: tl.constexpr):
+    """Write one code a value, parts of words, int32 [tile, width / 4]."""
+    WIDTHS: tl.constexpr = _widths(C.bits)
+    for index in tl.static_range(len(WIDTHS)):
+        plane = _plane(message, num_blocks, WIDTHS[index], C)
+        store_plane(plane, words, blocks, valid, _first_bit(C.bits, WIDTHS[index]), WIDTHS[index], C)
 
 
 @triton.jit
 def load_codes(message, blocks, valid, num_blocks, C: tl.constexpr):
-    """The codes of the tile, parts of [tile, width]: uint8, or int32 with no other bits set."""
-    if C.bits == 8:
-        codes = _load_pieces(message, blocks, valid, C.parts, C)
-    else:
-        WIDTHS: tl.constexpr = _widths(C.bits)
-        codes = load_plane(message, blocks, valid, WIDTHS[0], C)
-        for index in tl.static_range(1, len(WIDTHS)):
-            plane = _plane(message, num_blocks, WIDTHS[index], C)
-            higher = load_plane(plane, blocks, valid, WIDTHS[index], C)
-            codes = with_higher_bits(codes, higher, _first_bit(C.bits, WIDTHS[index]), C)
-    return codes
+    """The codes of the tile, parts of words, int32 [tile, width / 4], with no other bits set."""
+    WIDTHS: tl.constexpr = _widths(C.bits)
+    words = load_plane(message, blocks, valid, WIDTHS[0], C)
+    for index in tl.static_range(1, len(WIDTHS)):
+        plane = _plane(message, num_blocks, WIDTHS[index], C)
+        higher = load_plane(plane, blocks, valid, WIDTHS[index], C)
+        words = with_higher_bits(words, higher, _first_bit(C.bits, WIDTHS[index]), C)
+    return words

@@ -12,9 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_taco.codec.kernel_launch import SEEDS, constants_of, grid_of, launch, seed_halves
-from lightning_taco.codec.kernels import _message_bytes, _num_blocks, load_blocks, store_message
-from lightning_taco.codec.kernels_numbers import added, hadamard, scaled
+from lightning_taco.codec.kernel_launch import SEEDS, constants_of, constants_of_both, grid_of, launch, seed_halves
+from lightning_taco.codec.kernels_messages import (
+    count_blocks,
+    load_blocks,
+    message_bytes,
+    store_message,
+    to_fp32,
+    value_mask,
+)
+from lightning_taco.codec.kernels_numbers import added, rotated, scaled
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.config import CodecConfig
 
@@ -35,16 +42,16 @@ def recode_sum_kernel(
 ):
     """NUM_SOURCES messages of each row -> the message of their sum; program (i, r): tile i of row r."""
     row = tl.program_id(1).to(tl.int64)
-    num_blocks = _num_blocks(num_values, C)
+    num_blocks = count_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    message = messages_ptr + row * _message_bytes(num_blocks, C)
+    message = messages_ptr + row * message_bytes(num_blocks, C)
     total = load_blocks(message, blocks, num_blocks, C)
     for _ in range(1, NUM_SOURCES):
         message += tl.cast(source_bytes, tl.int64)
         total = added(total, load_blocks(message, blocks, num_blocks, C), C)
     if SCALE:
         total = scaled(total, factor, C)
-    out = out_ptr + row * _message_bytes(num_blocks, OUT)
+    out = out_ptr + row * message_bytes(num_blocks, OUT)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     store_message(total, alpha, 1.0, out, blocks, row * num_blocks, num_blocks, seed_low, seed_high, OUT)
 
@@ -53,16 +60,15 @@ def recode_sum_kernel(
 def accumulate_kernel(message_ptr, values_ptr, num_values, seed_low, seed_high, C: tl.constexpr):
     """message + values [num_values] -> message, in place."""
     PARTS: tl.constexpr = C.parts
-    num_blocks = _num_blocks(num_values, C)
+    num_blocks = count_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
     offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
     parts = ()
     for part in tl.static_range(PARTS):
         place = offsets + part * C.width
-        values = tl.load(values_ptr + place, mask=place < num_values, other=0.0)
-        parts = parts + (values.to(tl.float32),)
-    if C.is_rotated:
-        parts = hadamard(scaled(parts, 1.0 / C.block_size, C), C)
+        values = tl.load(values_ptr + place, mask=value_mask(place, num_values, C), other=0.0)
+        parts = parts + (to_fp32(values, C),)
+    parts = rotated(parts, values_ptr.dtype.element_ty, C)
     total = added(load_blocks(message_ptr, blocks, num_blocks, C), parts, C)
     # All threads have read the tile before any of them writes to it.
     tl.debug_barrier()
@@ -86,9 +92,9 @@ def recode_sum_triton(
         out_bytes = MessageLayout.of(num_values, out_codec).message_bytes
         out = torch.empty(num_rows, out_bytes, dtype=torch.uint8, device=messages.device)
     if num_values and num_rows:
-        constants = constants_of(codec, messages.device)
+        constants, out_constants = constants_of_both(codec, out_codec, messages.device, num_values)
         scalars = (num_values, num_rows * message_bytes, 1.0 if factor is None else factor, *seed_halves(seed))
-        fixed = (num_sources, factor is not None, constants, constants_of(out_codec, messages.device))
+        fixed = (num_sources, factor is not None, constants, out_constants)
         launch(recode_sum_kernel, grid_of(num_values, constants, num_rows), (messages, out, *scalars), fixed)
     return out
 
@@ -97,7 +103,7 @@ def accumulate_triton(message: Tensor, values: Tensor, codec: CodecConfig, *, se
     """`accumulate_reference` in one launch, in place."""
     num_values = values.numel()
     if num_values:
-        constants = constants_of(codec, values.device)
+        constants = constants_of(codec, values.device, num_values)
         arguments = (message, values, num_values, *seed_halves(seed))
         launch(accumulate_kernel, grid_of(num_values, constants, 1), arguments, (constants,))
     return message

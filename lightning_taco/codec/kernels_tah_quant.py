@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_taco.codec.constants import KernelConstants
 from lightning_taco.codec.kernel_launch import SEEDS, launch, seed_halves
-from lightning_taco.codec.kernels import largest_bits
-from lightning_taco.codec.kernels_planes import joined, load_plane, store_plane, with_higher_bits
+from lightning_taco.codec.kernels_planes import joined, load_plane, packed, store_plane, unpacked, with_higher_bits
+from lightning_taco.codec.kernels_scales import largest_bits
 from lightning_taco.codec.kernels_tah_tiles import (
     extremes,
     from_16_bits,
@@ -106,13 +106,16 @@ def encode_kernel(
         flags = tl.where(is_rotated, pivot | _ROTATED_FLAG, 0)
     zero, step, is_constant, word = tile_ranges(lowest, highest, steps, first < _INF_BITS, IS_BF16)
     codes = tile_codes(parts, zero, step, is_constant, steps, tiles, seed_low, seed_high, C)
+    words = ()
+    for part in tl.static_range(PARTS):
+        words = words + (packed(codes[part], C),)
 
     flags = flags | tl.where(is_constant, _CONSTANT_FLAG, 0)
     tl.store(message_ptr + flags_offset + tiles, flags.to(tl.uint8), mask=valid)
     tl.store((message_ptr + ranges_offset).to(tl.pointer_type(tl.int32)) + tiles, word, mask=valid)
-    store_plane(message_ptr + low_offset, codes, tiles, valid, 0, 2, C)
-    store_plane(message_ptr + third_offset, codes, tiles, valid, 2, 1, C)
-    store_plane(message_ptr + fourth_offset, codes, fourth_place, has_fourth, 3, 1, C)
+    store_plane(message_ptr + low_offset, words, tiles, valid, 0, 2, C)
+    store_plane(message_ptr + third_offset, words, tiles, valid, 2, 1, C)
+    store_plane(message_ptr + fourth_offset, words, fourth_place, has_fourth, 3, 1, C)
 
 
 @triton.jit
@@ -151,7 +154,7 @@ def decode_kernel(
     constant = word.to(tl.float32, bitcast=True)[:, None]
     parts = ()
     for part in tl.static_range(PARTS):
-        coded = codes[part].to(tl.float32) * step[:, None] + zero[:, None]
+        coded = unpacked(codes[part], 0, C).to(tl.float32) * step[:, None] + zero[:, None]
         parts = parts + (tl.where(is_constant, constant, coded),)
     parts = rotated_where((flags & _ROTATED_FLAG) != 0, parts, C)
     parts = swapped(parts, flags & (C.block_size - 1), C)
@@ -167,8 +170,8 @@ def decode_kernel(
 @cache
 def tile_constants(is_stochastic: bool) -> KernelConstants:
     """How a tile is held: as a block of 64 of the other codecs."""
-    codec = CodecConfig(element="int4", block_size=TILE_SIZE)
-    return replace(KernelConstants.of(codec, False), is_stochastic=is_stochastic)
+    codec = CodecConfig(element="int3", block_size=TILE_SIZE)  # planes of 2 bits and of 1, as here
+    return replace(KernelConstants.of(codec, False, False), is_stochastic=is_stochastic)
 
 
 def _grid(layout: TahQuantLayout, constants: KernelConstants) -> tuple[int, int, int]:

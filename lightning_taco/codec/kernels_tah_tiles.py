@@ -9,8 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_taco.codec.kernels import largest_bits
-from lightning_taco.codec.kernels_numbers import hadamard, random_parts, round_to_integer, scaled, uniform_numbers
+from lightning_taco.codec.kernels_numbers import (
+    hadamard,
+    random_key,
+    random_pair,
+    round_to_integer,
+    scaled,
+    uniform_numbers,
+)
+from lightning_taco.codec.kernels_scales import largest_bits
 from lightning_taco.codec.tah_quant_reference import BF16_MAX, SMALLEST_STEP
 
 _ABS_MASK, _INF_BITS, _NAN_BITS = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
@@ -145,7 +152,11 @@ def tile_codes(parts, zero, step, is_constant, steps, tiles, seed_low, seed_high
     inverse = tl.div_rn(tl.full([C.tile], 1.0, tl.float32), tl.where(is_usable, step, 1.0))
     noise = ()
     if C.is_stochastic:
-        noise = random_parts(tiles, seed_low, seed_high, C)
+        key, behind = random_key(tiles, seed_low, seed_high), ()
+        for part in tl.static_range(PARTS // 2):
+            first, second = random_pair(key, part, C)
+            noise, behind = noise + (first,), behind + (second,)
+        noise = noise + behind
     codes = ()
     for part in tl.static_range(PARTS):
         position = (parts[part] - zero[:, None]) * inverse[:, None]

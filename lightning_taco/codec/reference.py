@@ -104,12 +104,14 @@ def encode_reference(
 def _encode_blocks(blocks: Tensor, layout: MessageLayout, codec: CodecConfig, numbering: Numbering) -> Tensor:
     if codec.scale_mode == "fine":
         return _encode_fine(blocks, layout, codec, numbering)
-    alpha = None
+    alpha, factor = None, 1.0 / codec.block_size if codec.rotation else 1.0
     if codec.scale_mode == "dual":
         alpha = _alpha(_pairwise_sum(blocks * blocks) / codec.block_size, CODE_MAX[codec.element])
-        blocks = blocks * alpha
+        blocks = blocks * (alpha * factor)
+    else:
+        blocks = blocks * factor
     if codec.rotation:
-        blocks = hadamard_transform_reference(blocks * (1.0 / codec.block_size))
+        blocks = hadamard_transform_reference(blocks)
     return _message(blocks, alpha, layout, codec, numbering)
 
 

@@ -69,19 +69,21 @@ def gaussian_levels(codes: Tensor, half: int) -> Tensor:
 
 
 def _gaussian_codes(quantized: Tensor, uniform: Tensor | None, half: int) -> Tensor:
-    """fp32 from -half to half -> the code whose level is near it (up to 0.05 of a step off), as fp32."""
+    """fp32 from -half to half -> the code whose level is near it (up to 0.05 of a step off), as fp32.
+
+    With random numbers: that code, or the next one towards the value, as often as the value lies between their levels.
+    """
     place = quantized.abs() * (1.0 / half)
     first, second, third, fourth = GAUSSIAN_INVERSE
     position = quantized * (first + place * (second + place * (third + place * fourth)))
     if uniform is None:
         return position.round().clamp(-half, half - 1)
-    below = position.floor()
-    below = below - (gaussian_levels(below, half) > quantized).float()
-    below = below + (gaussian_levels(below + 1.0, half) <= quantized).float()
-    below = below.clamp(-half, half - 2)
-    level = gaussian_levels(below, half)
-    step = gaussian_levels(below + 1.0, half) - level
-    return below + (uniform * step < quantized - level).float()
+    nearest = (position + 0.5).floor()
+    level = gaussian_levels(nearest, half)
+    rest = quantized - level
+    direction = torch.where(torch.signbit(rest), -1.0, 1.0)
+    step = gaussian_levels(nearest + direction, half) - level
+    return (nearest + direction * (uniform * step.abs() < rest.abs()).float()).clamp(-half, half - 1)
 
 
 def pack(codes: Tensor, codec: CodecConfig) -> Tensor:
