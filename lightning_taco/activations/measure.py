@@ -36,7 +36,8 @@ class MemoryReport:
 
     Attributes:
         ledger: every saved tensor but parameters, by module and kind; each storage counted once, with all its bytes.
-        allocator_stock_bytes: growth of the CUDA allocator over a stock forward, results included; ``None`` elsewhere.
+        allocator_stock_bytes: growth of what the CUDA allocator was asked for and still holds over a stock forward,
+            results included; ``None`` elsewhere.
         allocator_stored_bytes: the same, stored in few bits.
     """
 
@@ -125,10 +126,15 @@ class _Names(TorchFunctionMode):
 def _run(forward: Callable[[], Tensor], scope: AbstractContextManager[None], counter: _Counter) -> int | None:
     """Growth of the allocator over `forward`, in bytes."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    before = 0 if device is None else torch.cuda.memory_allocated(device)
+    before = 0 if device is None else _requested_bytes(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack)
     with torch.enable_grad(), hooks, _Names(counter), scope:
         output = forward()
-    after = None if device is None else torch.cuda.memory_allocated(device) - before
+    after = None if device is None else _requested_bytes(device) - before
     del output
     return after
+
+
+def _requested_bytes(device: int) -> int:
+    """Not what is allocated: a tensor may lie in a free block of up to a megabyte more, by what was there before."""
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
