@@ -31,7 +31,7 @@ from lightning_taco.collectives import (
     reduce_scatter,
 )
 from lightning_taco.collectives.algorithms import KINDS, algorithms_of
-from lightning_taco.collectives.break_even import MARGIN, NEVER_SLOWER, BreakEven, Segment, Timing, segments_of
+from lightning_taco.collectives.break_even import NEVER_SLOWER, BreakEven, Segment, Timing, segments_of
 from lightning_taco.collectives.break_even_file import cache_path, from_json, load, save, to_json
 from lightning_taco.collectives.calibration import (
     Ladder,
@@ -69,12 +69,13 @@ def test_examples_of_the_docstrings() -> None:
 @pytest.mark.parametrize(
     ("times", "least"),
     [
-        (((1, 2), (2, 3), (4, 4), (9, 6)), 1600),  # even at a measured size: from there on
+        (((1, 2), (2, 3), (4.4, 4), (9, 6)), 1600),  # a tenth faster at a measured size: from there on
         (((2, 1), (4, 3), (8, 6), (16, 11)), 100),  # always: from the smallest size that was measured on
-        (((2, 1), (4, 3), (3, 5), (9, 8.9)), 6400),  # slower in between: what is below does not count
-        (((2, 1), (4, 3), (8, 6), (10, 11)), None),  # slower at the largest: never
+        (((2, 1), (4, 3), (3, 5), (9, 8.1)), 6400),  # slower in between: what is below does not count
+        (((2, 1), (4, 3), (8, 6), (10, 9.5)), None),  # less than a tenth faster at the largest: never
         (((1, 2), (2, 4), (4, 8), (8, 16)), None),
-        (((1, 2), (2, 2.05), (4, 3.9), (9, 6)), 1600),  # less than the margin at the first that pays: no guess below it
+        (((1, 2), (2, 2.05), (4, 3.9), (9, 6)), 6400),  # less than a tenth may be noise
+        (((10, 20), (20, 25), (80, 40), (320, 100)), 1600),  # twice as fast: still no guess below it
         (((math.nan, 1), (4, 3), (8, 6), (16, 11)), 400),
         (((2, 1), (4, 3), (8, 6), (16, math.nan)), None),
         ((), None),
@@ -83,13 +84,6 @@ def test_examples_of_the_docstrings() -> None:
 def test_break_even_of_hand_made_timings(times: Sequence[tuple[float, float]], least: int | None) -> None:
     segments = segments_of(gathers(*times))
     assert segments == (() if least is None else (Segment(least, "all_gather"),))
-
-
-def test_between_two_sizes_a_margin_is_asked_for() -> None:
-    ((least, _),) = segments_of(gathers((10, 20), (20, 25), (80, 40), (320, 100)))
-    share = (least - 400) / 1200
-    gain, gain_below = ((20 + 60 * each) / (25 + 15 * each) for each in (share, share - 1 / 1200))
-    assert gain >= MARGIN > gain_below
 
 
 def test_order_of_timings_does_not_matter() -> None:
@@ -113,18 +107,18 @@ def test_the_faster_algorithm_is_chosen_for_each_size() -> None:
 
 def test_where_algorithms_meet_neither_pays() -> None:
     """Both ends pay, by different algorithms, and what lies between does by none."""
-    rows = reduces((10, 9, 30), (40, 60, 38), (90, 95, 80), (300, 300, 200))
+    rows = reduces((10, 9, 30), (40, 60, 36), (90, 95, 80), (300, 300, 200))
     assert segments_of(rows) == (Segment(400, "two_shot"),)
 
 
 def test_no_size_is_slower_than_promised() -> None:
-    """Timings of straight lines with 1% of noise: whatever is compressed takes at most 1 / 0.98 of the stock time."""
+    """Timings of straight lines with 6% of noise: whatever is compressed takes at most 1 / 0.98 of the stock time."""
     generator = random.Random(5)
     num_compressed = num_stock = 0
     for _ in range(300):
         lines = [(generator.uniform(5, 60), generator.uniform(0.01, 0.06)) for _ in range(3)]
         true = [functools.partial(lambda line, size: line[0] + line[1] * size, line) for line in lines]
-        noisy = [tuple(line(size) * generator.uniform(0.995, 1.005) for line in true) for size in SIZES]
+        noisy = [tuple(line(size) * generator.uniform(0.97, 1.03) for line in true) for size in SIZES]
         both = BreakEven.of(reduces(*noisy))  # type: ignore[arg-type]
         for size in range(50, 6400, 37):
             segment = both.segment("all_reduce", INT8, size)
@@ -140,7 +134,7 @@ def test_each_kind_and_codec_has_its_own_size() -> None:
     rows += [timing(size, size, "all_reduce", INT4, one_shot=1e5) for size in SIZES]
     found = BreakEven.of(rows)
     least = found.min_bytes("all_reduce", INT8)
-    assert least == math.ceil(200 * MARGIN)
+    assert least == 400
     assert found.segment("all_reduce", INT8, least - 1) is None
     assert found.segment("all_reduce", INT8, least) == Segment(least, "one_shot")
     assert found.segment("all_reduce", INT4, 1 << 40) is None

@@ -47,7 +47,7 @@ def print_figures(measured: Measured, codecs: Mapping[str, CodecConfig], copy_ra
 
 
 def timing_table(kind: MeasuredKind, name: str, codec: CodecConfig | None, measured: Measured) -> Table:
-    """One row for each size and algorithm; a speed-up of 1 or more is green."""
+    """One row for each size and algorithm; a speed-up that pays is green."""
     table = Table(title=f"{kind}, {name}")
     for column in ("size", "by", "stock us", "compressed us", "speed-up", "bytes allow", "error"):
         table.add_column(column, justify="left" if column == "by" else "right")
