@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_taco.codec.constants import THREADS_PER_PROGRAM
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.reference import (
     decode_reference,
@@ -231,6 +232,48 @@ def test_some_widths_and_several_programs(mode: str, num_values: int) -> None:
     assert_same_message(encoded(values, codec), messages, codec, num_values)
     expected = decode_reference(messages, codec, num_values, torch.float32)
     assert_same_bits(decoded(messages, codec, num_values), expected)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        CodecConfig(element="int8"),
+        CodecConfig(element="e4m3", scale_mode="dual"),
+        CodecConfig(element="int8", scale_mode="fine"),
+        CodecConfig(element="int5", levels="gaussian", rounding="stochastic"),
+        CodecConfig(element="int4", block_size=512),
+        CodecConfig(element="fp4", block_size=64, rotation=False),
+    ],
+    ids=str,
+)
+def test_rows_of_whole_tiles_which_have_kernels_without_masks(codec: CodecConfig) -> None:
+    tile = kernels.constants_of(codec, torch.device("cpu"), 1)
+    num_values = 2 * tile.tile * tile.block_size
+    assert kernels.constants_of(codec, torch.device("cpu"), num_values).is_whole
+    assert not tile.is_whole
+    values = sample("scale_mixture", 2, num_values)
+    values[1, 700] = math.nan
+    messages = encode_reference(values, codec)
+    assert_same_message(encoded(values, codec), messages, codec, num_values)
+    expected = decode_reference(messages, codec, num_values, torch.float32)
+    assert_same_bits(decoded(messages, codec, num_values), expected)
+    total = decode_sum_reference(messages, codec, num_values, torch.float32)
+    assert_same_bits(decoded_sum(messages, codec, num_values, False), total)
+    again = requantize_reference(messages, codec, num_values)
+    assert_same_message(requantized(messages, codec, num_values, False), again, codec, num_values)
+
+
+def test_a_tile_holds_what_its_codes_and_threads_need() -> None:
+    """Values that share a byte lie in different parts; threads read 8 values at once and have a warp's worth at most."""
+    for parameter in codecs(BLOCK_SIZES):
+        (codec,) = parameter.values
+        tile = kernels.constants_of(codec, torch.device("cpu"), 1)
+        assert tile.parts * tile.width == codec.block_size
+        narrowest = min(width for width in (8, 4, 2, 1) if tile.bits & width)
+        assert tile.parts % (8 // narrowest) == 0
+        threads = tile.tile * tile.width // tile.lane_values
+        assert threads == THREADS_PER_PROGRAM
+        assert tile.width <= 32 * tile.lane_values
 
 
 @pytest.mark.parametrize("num_sources", [1, 3, 8])

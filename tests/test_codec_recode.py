@@ -8,10 +8,12 @@ from torch import Tensor
 
 from lightning_taco.codec import MessageLayout, accumulate, decode, decode_sum, encode, recode_sum
 from lightning_taco.codec.recode_reference import accumulate_reference, recode_sum_reference
-from lightning_taco.config import CodecConfig
+from lightning_taco.config import BITS_PER_CODE, CodecConfig
 
 INT8 = CodecConfig(rounding="stochastic")
 INT4 = CodecConfig(element="int4", rounding="stochastic")
+INT5 = CodecConfig(element="int5")
+"""Whose tiles are held in more parts than those of the others."""
 E4M3 = CodecConfig(element="e4m3", rotation=False)
 STORED = [E4M3, INT8, CodecConfig(element="int8", rotation=False, rounding="stochastic"), CodecConfig(element="int6")]
 names = pytest.mark.parametrize("codec", STORED, ids=str)
@@ -36,7 +38,7 @@ def content(message: Tensor, codec: CodecConfig, num_values: int) -> Tensor:
     """The message without its padding, which has no defined content, and with one bit pattern for NaN."""
     layout = MessageLayout.of(num_values, codec)
     scales = message.view(torch.float32)[:, layout.scale_offset_bytes // 4 :][:, : layout.num_blocks]
-    codes = message[:, : layout.num_blocks * codec.block_size * {"int4": 4, "int6": 6}.get(codec.element, 8) // 8]
+    codes = message[:, : layout.num_blocks * codec.block_size * BITS_PER_CODE[codec.element] // 8]
     return torch.cat([codes, scales.nan_to_num(nan=-1.0).contiguous().view(torch.uint8)], dim=1)
 
 
@@ -117,13 +119,15 @@ def test_bad_input_is_refused_in_words() -> None:
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("codec", "out_codec", "factor"), [(INT8, INT4, None), (INT4, INT8, 1 / 3), (E4M3, E4M3, None)], ids=str
+    ("codec", "out_codec", "factor"),
+    [(INT8, INT4, None), (INT4, INT8, 1 / 3), (E4M3, E4M3, None), (INT8, INT5, None), (INT5, INT8, None)],
+    ids=str,
 )
 def test_recode_kernel_gives_the_bits_of_the_reference(
     codec: CodecConfig, out_codec: CodecConfig, factor: float | None
 ) -> None:
     kernels = pytest.importorskip("lightning_taco.codec.kernels_recode")
-    for num_sources, num_rows, num_values in [(3, 2, 400), (1, 1, 1)]:
+    for num_sources, num_rows, num_values in [(3, 2, 400), (1, 1, 1), (2, 1, 8192)]:
         values = adversarial(num_sources * num_rows, num_values) if num_values > 300 else None
         values = torch.randn(num_sources * num_rows, num_values) if values is None else values
         messages = encode(values, codec, seed=3).view(num_sources, num_rows, -1)
