@@ -264,7 +264,7 @@ def test_rows_of_whole_tiles_which_have_kernels_without_masks(codec: CodecConfig
 
 
 def test_a_tile_holds_what_its_codes_and_threads_need() -> None:
-    """Values that share a byte lie in different parts; threads read 8 values at once and have a warp's worth at most."""
+    """Values that share a byte lie in different parts, and a part is what a warp reads at once at most."""
     for parameter in codecs(BLOCK_SIZES):
         (codec,) = parameter.values
         tile = kernels.constants_of(codec, torch.device("cpu"), 1)
