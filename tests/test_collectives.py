@@ -565,7 +565,7 @@ def test_slices_have_the_bits_of_the_whole(world: int, codec: CodecConfig) -> No
                     ]
 
                 whole = results(1)
-                for num_slices in (3, 100):
+                for num_slices in (3, 100) if shape[0] == 1 else (3,):  # 100: each block by itself
                     for sliced, expected in zip(results(num_slices), whole, strict=True):
                         assert_same_bits(sliced, expected)
 
