@@ -129,11 +129,28 @@ def test_addressed_messages_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="2 buffers were given for 3 messages; give as many for each of them"):
         addressed.encode_to(to, torch.zeros(3, 64), CODECS[0])
     with pytest.raises(
-        ValueError, match=r"messages are torch.uint8 \(1, 8\); 100 values in .* need uint8 \[sources, 144\]"
+        ValueError, match=r"shape \(1, 8\) and dtype torch.uint8; 100 values in .* need uint8 \[rows, 144\]"
     ):
         addressed.requantize_to(to, torch.zeros(1, 8, dtype=torch.uint8), CODECS[0], 100)
     with pytest.raises(TypeError, match="float64"):
         addressed.encode_to(to, torch.zeros(2, 100, dtype=torch.float64), CODECS[0])
+
+
+def test_messages_that_begin_within_a_word_are_refused() -> None:
+    """Kernels read four codes at once: a GPU would stop with a misaligned address, and its context would be lost."""
+    message = encode(torch.ones(1, 100), CODECS[0])
+    shifted = torch.zeros(message.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
+    shifted.copy_(message)
+    for call in (
+        lambda: decode(shifted, CODECS[0], 100, torch.float32),
+        lambda: requantize(shifted, CODECS[0], 100),
+        lambda: encode(torch.ones(1, 100), CODECS[0], out=shifted),
+    ):
+        with pytest.raises(ValueError, match=r"begins 1 bytes after a multiple of 4 .* pass a clone\(\)"):
+            call()
+    assert (
+        decode(shifted.clone(), CODECS[0], 100, torch.float32).eq(decode(message, CODECS[0], 100, torch.float32)).all()
+    )
 
 
 def test_out_in_segments_refuses_what_does_not_fit() -> None:

@@ -104,6 +104,11 @@ def test_bad_input_is_refused_in_words() -> None:
     message = encode(torch.ones(1, 10), INT8)
     with pytest.raises(ValueError, match=r"need uint8 \[sources, rows, 144\]"):
         recode_sum(message, INT8, INT4, 10)
+    buffer = torch.zeros(160, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="messages begins 3 bytes after a multiple of 4"):
+        recode_sum(buffer[3:147].view(1, 1, 144), INT8, INT4, 10)
+    with pytest.raises(ValueError, match="message begins 2 bytes"):
+        accumulate(buffer[2:146].view(1, 144), torch.ones(10), INT8)
     with pytest.raises(ValueError, match="at least one source"):
         recode_sum(message.unsqueeze(0)[:0], INT8, INT4, 10)
     with pytest.raises(ValueError, match="seed=-1 is out of range"):

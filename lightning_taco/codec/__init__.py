@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_taco.codec import reference
-from lightning_taco.codec.checks import VALUE_DTYPES, require_resolved, require_seed, require_value_dtype, uses_triton
+from lightning_taco.codec.checks import (
+    VALUE_DTYPES,
+    require_messages,
+    require_resolved,
+    require_seed,
+    require_value_dtype,
+    require_whole_words,
+    uses_triton,
+)
 from lightning_taco.codec.fixed_point import FixedPoint
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode import accumulate, recode_sum
@@ -118,7 +126,7 @@ def decode(
 
     Cost: reads the messages once, writes the values once; one launch.
     """
-    _require_messages(messages, codec, num_values)
+    require_messages(messages, codec, num_values)
     require_value_dtype("decoded values", dtype)
     _require_rows_out(out, (messages.shape[0], num_values), dtype, messages, codec)
     if not uses_triton(messages):
@@ -164,7 +172,7 @@ def decode_sum(
     """
     if average and factor is not None:
         raise ValueError(f"average=True and factor={factor} were both given; give one of them.")
-    _require_messages(messages, codec, num_values)
+    require_messages(messages, codec, num_values)
     _require_sources(messages)
     require_value_dtype("decoded values", dtype)
     _require_out(out, (num_values,), dtype, messages)
@@ -213,7 +221,7 @@ def requantize(
     Source: the middle step of TACO's two-shot all-reduce; the rotation is linear and common to all ranks, so the sum
     may stay rotated, which saves the paper's inverse and second rotation.
     """
-    _require_messages(messages, codec, num_values)
+    require_messages(messages, codec, num_values)
     _require_sources(messages)
     require_seed(seed)
     _require_out(out, (1, messages.shape[1]), torch.uint8, messages)
@@ -237,20 +245,6 @@ def _require_values(values: Tensor, codec: CodecConfig) -> None:
     if values.dim() not in (2, 3):
         raise ValueError(f"values have shape {tuple(values.shape)}; [rows, values] is needed, one row per message.")
     _require_whole_segments("values", values, codec)
-
-
-def _require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
-    require_resolved(codec)
-    message_bytes = MessageLayout.of(num_values, codec).message_bytes
-    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
-        raise ValueError(
-            f"messages have shape {tuple(messages.shape)} and dtype {messages.dtype}; {num_values} values in "
-            f"{codec} need uint8 [rows, {message_bytes}]."
-        )
-    if not messages.is_contiguous():
-        raise ValueError(
-            "messages are not contiguous, but each must follow the one before; pass messages.contiguous()."
-        )
 
 
 def _require_sources(messages: Tensor) -> None:
@@ -289,3 +283,5 @@ def _require_out(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}{'' if is_dense else ', not contiguous'}; "
             f"{dtype} {shape} on {like.device}, contiguous, is needed."
         )
+    if dtype == torch.uint8:
+        require_whole_words("out", out)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_taco.codec.checks import require_resolved, require_seed, require_value_dtype
-from lightning_taco.codec.layout import ALIGNMENT_BYTES, MessageLayout
+from lightning_taco.codec.checks import require_messages, require_resolved, require_seed, require_value_dtype
+from lightning_taco.codec.layout import ALIGNMENT_BYTES
 from lightning_taco.config import CodecConfig
 
 
@@ -84,14 +83,8 @@ def requantize_to(
         TypeError: for an element that is still ``"auto"``.
         ValueError: for messages that do not fit, or a seed out of range.
     """
-    require_resolved(codec)
+    require_messages(messages, codec, num_values)
     require_seed(seed)
-    message_bytes = MessageLayout.of(num_values, codec).message_bytes
-    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
-        raise ValueError(
-            f"messages are {messages.dtype} {tuple(messages.shape)}; {num_values} values in {codec} need uint8 "
-            f"[sources, {message_bytes}]."
-        )
     from lightning_taco.codec import kernels
 
     kernels.requantize_triton(

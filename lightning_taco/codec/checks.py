@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_taco import _compat
-from lightning_taco.codec.layout import ALIGNMENT_BYTES
+from lightning_taco.codec.layout import ALIGNMENT_BYTES, SCALE_BYTES, MessageLayout
 from lightning_taco.config import CodecConfig
 
+WORD_BYTES = SCALE_BYTES
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,6 +41,32 @@ def require_message(message: Tensor, message_bytes: int, what: str) -> None:
         raise ValueError(
             f"the message begins {message.data_ptr() % ALIGNMENT_BYTES} bytes after a multiple of {ALIGNMENT_BYTES}, "
             "but its parts are read as whole words; pass message.clone(), or begin it at such a multiple."
+        )
+
+
+def require_messages(messages: Tensor, codec: CodecConfig, num_values: int) -> None:
+    """Refuse what are not messages of `num_values` in `codec`, one after the other."""
+    require_resolved(codec)
+    message_bytes = MessageLayout.of(num_values, codec).message_bytes
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != message_bytes:
+        raise ValueError(
+            f"messages have shape {tuple(messages.shape)} and dtype {messages.dtype}; {num_values} values in "
+            f"{codec} need uint8 [rows, {message_bytes}]."
+        )
+    if not messages.is_contiguous():
+        raise ValueError(
+            "messages are not contiguous, but each must follow the one before; pass messages.contiguous()."
+        )
+    require_whole_words("the tensor of messages", messages)
+
+
+def require_whole_words(what: str, messages: Tensor) -> None:
+    """Refuse messages that begin within a word: codes and scales are read and written by words."""
+    beyond = messages.storage_offset() * messages.element_size() % WORD_BYTES
+    if beyond and messages.numel():
+        raise ValueError(
+            f"{what} begins {beyond} bytes after a multiple of {WORD_BYTES} in its storage, but is read and written by "
+            f"words of {WORD_BYTES} bytes; let it begin at such a multiple, or pass a clone()."
         )
 
 

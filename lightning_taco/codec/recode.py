@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_taco.codec.checks import require_resolved, require_seed, require_value_dtype, uses_triton
+from lightning_taco.codec.checks import (
+    require_resolved,
+    require_seed,
+    require_value_dtype,
+    require_whole_words,
+    uses_triton,
+)
 from lightning_taco.codec.layout import MessageLayout
 from lightning_taco.codec.recode_reference import accumulate_reference, recode_sum_reference
 from lightning_taco.config import CodecConfig
@@ -55,6 +61,7 @@ def recode_sum(
         )
     if not messages.is_contiguous() or messages.shape[0] == 0:
         raise ValueError("messages must be contiguous and of at least one source; pass messages.contiguous().")
+    require_whole_words("the tensor of messages", messages)
     if not uses_triton(messages):
         return recode_sum_reference(messages, codec, out_codec, num_values, factor=factor, seed=seed)
     from lightning_taco.codec import kernels_recode
@@ -93,6 +100,7 @@ def accumulate(message: Tensor, values: Tensor, codec: CodecConfig, *, seed: int
             f"message is {message.dtype} {tuple(message.shape)}; {values.numel()} values in {codec} need a contiguous "
             f"uint8 [1, {message_bytes}]."
         )
+    require_whole_words("message", message)
     if not uses_triton(message):
         return message.copy_(accumulate_reference(message, values, codec, seed=seed))
     from lightning_taco.codec import kernels_recode
