@@ -38,26 +38,17 @@ def word_to_bytes(words, ABOVE: tl.constexpr):
     )
 
 
-@triton.jit
-def floats_to_e4m3_word(first, second, third, fourth):
-    """Four fp32 of one shape, rounded to the nearest E4M3, in int32, the first of them lowest."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-        " mov.b32 $0, {low, high};}",
-        "=r,f,f,f,f",
-        [first, second, third, fourth],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+@triton.constexpr_function
+def _to_fp8_pairs(element):
+    convert = f"cvt.rn.satfinite.{element}x2.f32"
+    return f"{{.reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}};}}"
 
 
 @triton.jit
-def floats_to_e5m2_word(first, second, third, fourth):
-    """The same, E5M2."""
+def floats_to_fp8_word(first, second, third, fourth, C: tl.constexpr):
+    """Four fp32 of one shape, rounded to the nearest of an FP8 element, in int32, the first of them lowest."""
     return tl.inline_asm_elementwise(
-        "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;"
-        " mov.b32 $0, {low, high};}",
+        _to_fp8_pairs(C.element),
         "=r,f,f,f,f",
         [first, second, third, fourth],
         dtype=tl.int32,

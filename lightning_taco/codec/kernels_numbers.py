@@ -18,7 +18,7 @@ from lightning_taco.codec.elements import (
     NF4_MIDPOINTS,
     PLACE_FACTOR,
 )
-from lightning_taco.codec.kernels_native import e4m3_word_to_floats, floats_to_e4m3_word, floats_to_e5m2_word
+from lightning_taco.codec.kernels_native import e4m3_word_to_floats, floats_to_fp8_word
 from lightning_taco.codec.kernels_planes import by_fours, from_fours, packed, top_bits, unpacked
 
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
@@ -380,10 +380,7 @@ def to_words(quantized, noise, C: tl.constexpr):
     """fp32 [tile, width] within the element's range -> codes by fours, int32 [tile, width / 4]."""
     if C.is_nvidia and C.is_native_fp8 and not C.is_stochastic:
         first, second, third, fourth = by_fours(quantized, C)
-        if C.element == "e4m3":
-            words = floats_to_e4m3_word(first, second, third, fourth)
-        else:
-            words = floats_to_e5m2_word(first, second, third, fourth)
+        words = floats_to_fp8_word(first, second, third, fourth, C)
     else:
         words = packed(to_code(quantized, noise, C).to(tl.int32), C)
     return words
