@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,8 +142,9 @@ def test_the_choice_is_that_of_a_stable_sort(few_per_sample: int) -> None:
     assert torch.equal(again, slots)
 
 
-def test_the_compiler_takes_what_the_interpreter_takes() -> None:
+def test_the_compiler_takes_what_the_interpreter_takes(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "tests.front_end"]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert outcome.stdout == "lowered\n", outcome.stderr[-3000:]
