@@ -35,9 +35,9 @@ def main() -> None:
     for run in runs.values():
         run.steps(arguments.warm_up_steps)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.rounds):
+    for index in range(arguments.rounds):
         losses = set()
-        for name, run in runs.items():
+        for name, run in list(runs.items())[:: -1 if index % 2 else 1]:  # neither is always the first
             milliseconds, loss = run.steps(arguments.steps)
             times[name].append(statistics.median(milliseconds))
             losses.add(loss)
