@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples import gpt
+from examples.benchmarks.step_time import add_model_arguments, model_config
 from examples.benchmarks.timing import Clock
 from examples.plans import materialize, next_token_loss
 from lightning_taco.fabric import TacoTPStrategy
-
-SIZES = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size")
 
 
 def main() -> None:
@@ -57,16 +56,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="of each strategy in each round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm_up_steps", type=int, default=3)
-    parser.add_argument("--num_layers", type=int, default=4)
-    parser.add_argument("--hidden_size", type=int, default=4096)
-    parser.add_argument("--num_heads", type=int, default=32)
-    parser.add_argument("--sequence_length", type=int, default=2048)
-    parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--vocab_size", type=int, default=8192)
-    parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
-    parser.add_argument("--precision", default="bf16-mixed")
+    add_model_arguments(parser)
     return parser.parse_args()
 
 
@@ -83,7 +73,7 @@ class Run:
         self.fabric.launch()
         seed_everything(0, verbose=False)
         with torch.device("meta"):
-            model = gpt.GPT(gpt.GPTConfig(**{name: getattr(arguments, name) for name in SIZES}))
+            model = gpt.GPT(model_config(arguments))
         self.model = self.fabric.setup_module(model)
         self.optimizer = self.fabric.setup_optimizers(
             torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)

@@ -70,6 +70,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["none", "int8", "taco", "balanced"], help="recipes")
     parser.add_argument("--steps", type=int, default=20, help="of each variant in each round")
     parser.add_argument("--rounds", type=int, default=3)
+    add_model_arguments(parser)
+    parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--num_slices", type=int, default=2, help="of row-parallel products, for +sliced")
+    parser.add_argument("--graphs", action="store_true", help="replay steps as CUDA graphs")
+    parser.add_argument("--min_bytes", type=int, help="smaller tensors are sent as they are; the recipe's by default")
+    parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
+    arguments = parser.parse_args()
+    if arguments.graphs and any(CALLBACKS_SUFFIX in variant for variant in arguments.variants):
+        parser.error("--graphs replays a step without Python, where callbacks see nothing; leave +callbacks out.")
+    return arguments
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and on what."""
     parser.add_argument("--warm_up_steps", type=int, default=3)
     parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=4096)
@@ -77,18 +91,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence_length", type=int, default=2048)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--vocab_size", type=int, default=8192)
-    parser.add_argument("--sequence_parallel", action="store_true")
-    parser.add_argument("--num_slices", type=int, default=2, help="of row-parallel products, for +sliced")
-    parser.add_argument("--graphs", action="store_true", help="replay steps as CUDA graphs")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=2, help="all of them tensor-parallel")
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--min_bytes", type=int, help="smaller tensors are sent as they are; the recipe's by default")
-    parser.add_argument("--output", type=Path, help="write all figures here, as JSON")
-    arguments = parser.parse_args()
-    if arguments.graphs and any(CALLBACKS_SUFFIX in variant for variant in arguments.variants):
-        parser.error("--graphs replays a step without Python, where callbacks see nothing; leave +callbacks out.")
-    return arguments
+
+
+def model_config(arguments: argparse.Namespace) -> gpt.GPTConfig:
+    """The sizes that these arguments give."""
+    names = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size")
+    return gpt.GPTConfig(**{name: getattr(arguments, name) for name in names})
 
 
 class StepBenchmark:
@@ -109,7 +120,7 @@ class StepBenchmark:
         self.fabric.launch()
         seed_everything(0, verbose=False)
         with torch.device("meta"):
-            model = gpt.GPT(self._config())
+            model = gpt.GPT(model_config(self.arguments))
         self.model = self.fabric.setup_module(model)
         fused = self.fabric.device.type == "cuda"
         self.optimizer = self.fabric.setup_optimizers(
@@ -188,10 +199,6 @@ class StepBenchmark:
             if hasattr(module, NUM_SLICES):
                 slices = self.arguments.num_slices if "sliced" in variant.split("+") else 1
                 setattr(module, NUM_SLICES, slices)
-
-    def _config(self) -> gpt.GPTConfig:
-        names = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size")
-        return gpt.GPTConfig(**{name: getattr(self.arguments, name) for name in names})
 
     def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         sequence_parallel = self.arguments.sequence_parallel
