@@ -109,7 +109,7 @@ def test_fp8_hardware_and_integer_rounding_give_the_same_bits(
         pytest.skip("this device has no FP8")
     if not native:
         monkeypatch.setattr(_compat, "supports_fp8", lambda device: False)
-    assert kernels.constants_of(codec, device, 128).is_native_fp8 is native
+    assert kernels.constants_of(codec, device).is_native_fp8 is native
     values = every_rounding()
     messages = encode_reference(values, codec)
     if not codec.rotation:

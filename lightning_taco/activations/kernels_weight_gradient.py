@@ -157,7 +157,6 @@ def weight_gradient_triton(
     channel_tiles = triton.cdiv(num_channels, 2 * tile.code_bytes)
     num_programs = triton.cdiv(num_outputs, tile.outputs) * channel_tiles
     arguments = (gradient, codes, scales, result, num_tokens, num_outputs, row_blocks, gradient.stride(0))
-    of_codec = constants_of(codec, gradient.device, num_tokens * num_channels)
-    constants = (tile.outputs, tile.tokens, tile.code_bytes, GROUP, of_codec)
+    constants = (tile.outputs, tile.tokens, tile.code_bytes, GROUP, constants_of(codec, gradient.device))
     launch(weight_gradient_kernel, (num_programs, 1, 1), arguments, constants, num_warps=tile.num_warps)
     return result

@@ -37,7 +37,7 @@ class KernelConstants:
     is_nvidia: bool
     """Whether instructions of NVIDIA's are used."""
     is_native_fp8: bool
-    """Whether the device's own conversions to and from FP8 are used."""
+    """Whether the device's own conversions to and from FP8 are used; NVIDIA's only."""
     is_stochastic: bool
     is_rotated: bool
     is_dual: bool

@@ -65,9 +65,10 @@ def seed_halves(seed: int) -> tuple[int, int]:
     return seed & 0x7FFFFFFF, seed >> 31
 
 
-def constants_of(codec: CodecConfig, device: torch.device, num_values: int) -> KernelConstants:
-    """What kernels of `codec` are compiled for on `device`, for rows of `num_values`."""
-    return _constants_of(codec, device).for_values(num_values)
+def constants_of(codec: CodecConfig, device: torch.device, num_values: int | None = None) -> KernelConstants:
+    """What kernels of `codec` are compiled for on `device`, for rows of `num_values`, or of any number."""
+    constants = _constants_of(codec, device)
+    return constants if num_values is None else constants.for_values(num_values)
 
 
 def constants_of_both(

@@ -27,12 +27,11 @@ from torch import Tensor
 from lightning_taco.codec.kernel_launch import NUMBERING, SEEDS, constants_of, grid_of, launch, seed_halves
 from lightning_taco.codec.kernels_messages import (
     count_blocks,
+    load_at,
     load_blocks,
     message_bytes,
     store_at,
     store_copies,
-    to_fp32,
-    value_mask,
 )
 from lightning_taco.codec.kernels_numbers import added, hadamard, rotated, scaled, spread, sum_of_squares
 from lightning_taco.codec.kernels_scales import energy_scale
@@ -87,17 +86,11 @@ def encode_kernel(
     C: tl.constexpr,
 ):
     """values [R, num_values] -> messages uint8 [R, message_bytes]; program (i, r): tile i of row r."""
-    PARTS: tl.constexpr = C.parts
     row = tl.program_id(1).to(tl.int64)
     num_blocks = count_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
     places = _first_places(blocks, row, row_stride, segment, segment_stride, SEGMENTED, C)
-    parts = ()
-    for part in tl.static_range(PARTS):
-        within = part * C.width + tl.arange(0, C.width)[None, :]
-        mask = value_mask(blocks[:, None] * C.block_size + within, num_values, C)
-        values = tl.load(values_ptr + places + within, mask=mask, other=0.0)
-        parts = parts + (to_fp32(values, C),)
+    parts = load_at(values_ptr, places, blocks, num_values, C)
     alpha = tl.full([C.tile, 1], 1.0, tl.float32)
     if C.is_dual:
         alpha = energy_scale(sum_of_squares(parts, 0, C.parts, C) * (1.0 / C.block_size), C)

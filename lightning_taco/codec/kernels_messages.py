@@ -82,6 +82,18 @@ def to_fp32(values, C: tl.constexpr):
 
 
 @triton.jit
+def load_at(row, places, blocks, num_values, C: tl.constexpr):
+    """The tile's values in a row of `num_values`, parts of fp32 [tile, width]; each block begins at one of `places`."""
+    PARTS: tl.constexpr = C.parts
+    parts = ()
+    for part in tl.static_range(PARTS):
+        within = part * C.width + tl.arange(0, C.width)[None, :]
+        mask = value_mask(blocks[:, None] * C.block_size + within, num_values, C)
+        parts = parts + (to_fp32(tl.load(row + places + within, mask=mask, other=0.0), C),)
+    return parts
+
+
+@triton.jit
 def store_message(
     parts,  # fp32 [tile, width] each, already in the domain that is quantised
     alpha,  # fp32 [tile, 1]; dual mode only
@@ -100,6 +112,12 @@ def store_message(
 
 
 @triton.jit
+def _codes(values, scale, noise, is_kept, C: tl.constexpr):
+    """Of one part, by fours; codes of zero in the blocks that are not kept."""
+    return tl.where(is_kept, to_words(values * scale[:, None], noise, C), C.zero_word)
+
+
+@triton.jit
 def quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C: tl.constexpr):
     """Codes of the tile, parts of words [tile, width / 4]; scale_inv and alpha, fp32 [tile], as a message has them."""
     PARTS: tl.constexpr = C.parts
@@ -111,13 +129,12 @@ def quantized(parts, alpha, power, blocks, first_block, seed_low, seed_high, C: 
         key, behind = random_key(first_block + blocks, seed_low, seed_high), ()
         for part in tl.static_range(HALF):
             noise, noise_behind = random_pair(key, part, C)
-            codes = codes + (tl.where(is_kept, to_words(parts[part] * scale[:, None], noise, C), C.zero_word),)
-            words = to_words(parts[part + HALF] * scale[:, None], noise_behind, C)
-            behind = behind + (tl.where(is_kept, words, C.zero_word),)
+            codes = codes + (_codes(parts[part], scale, noise, is_kept, C),)
+            behind = behind + (_codes(parts[part + HALF], scale, noise_behind, is_kept, C),)
         codes = codes + behind
     else:
         for part in tl.static_range(PARTS):
-            codes = codes + (tl.where(is_kept, to_words(parts[part] * scale[:, None], 0, C), C.zero_word),)
+            codes = codes + (_codes(parts[part], scale, 0, is_kept, C),)
     if C.is_fine:
         # Chosen anew: of a product with NaN devices make NaNs of other bits.
         scale_inv = tl.where(finite, scale_inv * power, float("nan"))

@@ -326,7 +326,10 @@ def _gaussian_code(quantized, noise, HALF: tl.constexpr, STOCHASTIC: tl.constexp
 
 @triton.jit
 def to_code(quantized, noise, C: tl.constexpr):
-    """fp32 within the element's range -> a code whose low bits are to be stored: int32, or uint8 of a float."""
+    """fp32 within the element's range -> a code whose low bits are to be stored: int32, or uint8 of a float.
+
+    Where the device rounds to FP8 itself, `to_words` does.
+    """
     if C.element == "nf4":
         code = _nf4_code(quantized, noise, C.is_stochastic)
     elif C.mantissa == 0:
@@ -336,11 +339,6 @@ def to_code(quantized, noise, C: tl.constexpr):
             code = _low_bits_within(quantized + (uniform_numbers(noise) - 0.5), -C.largest, C.largest)
         else:
             code = _low_bits_of_integer(quantized)
-    elif C.is_native_fp8 and not C.is_stochastic:
-        if C.element == "e4m3":
-            code = quantized.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            code = quantized.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         code = _float_code(quantized, noise, C.mantissa, C.bias, C.largest, C.is_stochastic, C.bits)
     return code
@@ -359,17 +357,13 @@ def _integer_value(bits, C: tl.constexpr):
 
 @triton.jit
 def from_code(code, C: tl.constexpr):
-    """One code a value, uint8, or int32 with no other bits set -> fp32."""
+    """One code a value, uint8, or int32 with no other bits set -> fp32; E4M3 of a device that has it: `from_words`."""
     if C.element == "nf4":
         value = _nf4_value(code)
     elif C.mantissa == 0:
         value = _integer_value(code.to(tl.int32) ^ (_TWO_POW_23_BITS + (1 << (C.bits - 1))), C)
-    elif C.is_native_fp8:
-        byte = code.to(tl.uint8)
-        if C.element == "e4m3":
-            value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            value = byte.to(tl.float8e5, bitcast=True).to(tl.float32)
+    elif C.is_native_fp8 and C.element == "e5m2":
+        value = code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         value = _float_value(code, C.mantissa, C.bias, C.bits)
     return value
@@ -378,7 +372,7 @@ def from_code(code, C: tl.constexpr):
 @triton.jit
 def to_words(quantized, noise, C: tl.constexpr):
     """fp32 [tile, width] within the element's range -> codes by fours, int32 [tile, width / 4]."""
-    if C.is_nvidia and C.is_native_fp8 and not C.is_stochastic:
+    if C.is_native_fp8 and not C.is_stochastic:
         first, second, third, fourth = by_fours(quantized, C)
         words = floats_to_fp8_word(first, second, third, fourth, C)
     else:
@@ -391,7 +385,7 @@ def from_words(words, C: tl.constexpr):
     """Codes by fours, int32 [tile, width / 4] -> fp32 [tile, width]."""
     if C.mantissa == 0 and C.element != "nf4":
         value = _integer_value(unpacked(words ^ top_bits(C.bits), _TWO_POW_23_BITS, C), C)
-    elif C.is_nvidia and C.is_native_fp8 and C.element == "e4m3":
+    elif C.is_native_fp8 and C.element == "e4m3":
         first, second, third, fourth = e4m3_word_to_floats(words)
         value = from_fours(first, second, third, fourth, C)
     else:

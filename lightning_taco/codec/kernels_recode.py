@@ -15,11 +15,10 @@ from torch import Tensor
 from lightning_taco.codec.kernel_launch import SEEDS, constants_of, constants_of_both, grid_of, launch, seed_halves
 from lightning_taco.codec.kernels_messages import (
     count_blocks,
+    load_at,
     load_blocks,
     message_bytes,
     store_message,
-    to_fp32,
-    value_mask,
 )
 from lightning_taco.codec.kernels_numbers import added, rotated, scaled
 from lightning_taco.codec.layout import MessageLayout
@@ -59,15 +58,9 @@ def recode_sum_kernel(
 @triton.jit(do_not_specialize=SEEDS)
 def accumulate_kernel(message_ptr, values_ptr, num_values, seed_low, seed_high, C: tl.constexpr):
     """message + values [num_values] -> message, in place."""
-    PARTS: tl.constexpr = C.parts
     num_blocks = count_blocks(num_values, C)
     blocks = tl.program_id(0).to(tl.int64) * C.tile + tl.arange(0, C.tile)
-    offsets = blocks[:, None] * C.block_size + tl.arange(0, C.width)[None, :]
-    parts = ()
-    for part in tl.static_range(PARTS):
-        place = offsets + part * C.width
-        values = tl.load(values_ptr + place, mask=value_mask(place, num_values, C), other=0.0)
-        parts = parts + (to_fp32(values, C),)
+    parts = load_at(values_ptr, blocks[:, None] * C.block_size, blocks, num_values, C)
     parts = rotated(parts, values_ptr.dtype.element_ty, C)
     total = added(load_blocks(message_ptr, blocks, num_blocks, C), parts, C)
     # All threads have read the tile before any of them writes to it.
